@@ -1,0 +1,77 @@
+"""Writing so that a reader never sees half a file, and knowing a file by its checksum."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """A temporary name beside ``path`` to write to; on success it is flushed to disk and renamed to ``path``.
+
+    Works for a file or a folder (a folder must not exist yet under the final name). Whatever fails inside, ``path``
+    keeps what it had and the temporary is removed.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        yield temporary
+        _flush_to_disk(temporary)
+        temporary.replace(path)
+        _flush_to_disk(path.parent)
+    finally:
+        if temporary.is_dir():
+            shutil.rmtree(temporary, ignore_errors=True)
+        else:
+            temporary.unlink(missing_ok=True)
+
+
+def write_atomically(path: Path, content: str | bytes) -> None:
+    """Write a whole file so that it is there complete or not at all; text is UTF-8."""
+    with atomic_path(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+def sha256(path: Path) -> str:
+    """The file's SHA-256 as 64 hexadecimal digits, read in pieces of 1 MiB."""
+    digest = hashlib.sha256()
+    with path.open("rb") as stream:
+        while piece := stream.read(1 << 20):
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def require_free_space(folder: Path, num_bytes: int, purpose: str) -> None:
+    """Raise ``OSError`` before any work when the disk under ``folder`` can't take ``num_bytes`` more."""
+    existing = next(place for place in [folder, *folder.absolute().parents] if place.exists())
+    free = shutil.disk_usage(existing).free
+    if free < num_bytes:
+        raise OSError(
+            f"{purpose} needs about {num_bytes / 1e6:,.0f} MB but only {free / 1e6:,.0f} MB are free under {existing}; "
+            "free some space or choose another folder"
+        )
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what an interrupted :func:`atomic_path` left in a folder."""
+    for leftover in folder.glob(".*.tmp"):
+        if leftover.is_dir():
+            shutil.rmtree(leftover, ignore_errors=True)
+        else:
+            leftover.unlink(missing_ok=True)
+
+
+def _flush_to_disk(path: Path) -> None:
+    targets = [path, *path.rglob("*")] if path.is_dir() else [path]
+    for target in targets:
+        descriptor = os.open(target, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
