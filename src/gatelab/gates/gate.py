@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Mapping
 
 import torch
@@ -9,6 +10,7 @@ import torch.nn.functional as F
 from jaxtyping import Float
 from torch import Tensor, nn
 
+from gatelab.gates.linear import Linear
 from gatelab.gates.spec import Activation, AttentionShape, GateSpec, OutputControl
 
 
@@ -41,16 +43,18 @@ ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
 class Gate(nn.Module):
     """One gate on one layer: ``gate(y, gate.scores(sources))`` gates the tensor y (the paper's equation 5).
 
-    Parameters carry the names and head-major shapes of :meth:`GateSpec.parameter_shapes`. They are computed with in
-    the dtype of what they meet: float32 weights serve a bfloat16 forward pass.
+    Parameters carry the names and head-major shapes of :meth:`GateSpec.parameter_shapes`.
     """
 
     def __init__(self, spec: GateSpec, shape: AttentionShape):
         super().__init__()
         self.spec = spec
-        self.num_heads, self.head_size = spec.gated_shape(shape)
-        for name, sizes in spec.parameter_shapes(shape).items():
-            self.register_parameter(name, nn.Parameter(torch.zeros(sizes)))
+        self.num_heads, head_size = spec.gated_shape(shape)
+        channels = head_size if spec.granularity == "elementwise" else 1
+        if spec.source == "parameter":
+            self.logits = nn.Parameter(torch.zeros(self.num_heads, channels))
+        else:
+            self.projection = _projection(spec, spec.source_width(shape), self.num_heads * channels)
 
     def scores(self, sources: Mapping[str, Float[Tensor, "B T _"]]) -> Float[Tensor, "#B #T N C1"]:
         """Activated scores: N = heads or 1 (head-shared), C1 = head size or 1 (headwise).
@@ -60,7 +64,7 @@ class Gate(nn.Module):
         """
         logits = self._logits(sources)
         if self.spec.score_dtype == "float32":
-            logits = logits.float()
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         activation = ACTIVATIONS[self.spec.activation]
         if self.spec.sharing == "head_specific":
             return activation(logits)
@@ -75,21 +79,24 @@ class Gate(nn.Module):
 
     def _logits(self, sources: Mapping[str, Tensor]) -> Tensor:
         if self.spec.source == "parameter":
-            parameter = self.get_parameter("logits")
-            return parameter.to(sources["hidden"].dtype)[None, None]
-        x = sources["hidden" if self.spec.source == "prefix" else self.spec.source]
+            return self.logits.to(sources["hidden"].dtype)[None, None]
         if self.spec.source == "prefix":
-            x = x[..., : self.spec.prefix_channels]
-        names = ["weight"] if self.spec.rank is None else ["down", "up"]
-        for name in names:
-            x = F.linear(x, self.get_parameter(name).to(x.dtype))
-        if self.spec.bias is not None:
-            x = x + self.get_parameter("bias").to(x.dtype)
-        return x.unflatten(-1, (self.num_heads, -1))
+            x = sources["hidden"][..., : self.spec.prefix_channels]
+        else:
+            x = sources[self.spec.source]
+        return self.projection(x).unflatten(-1, (self.num_heads, -1))
 
     def extra_repr(self) -> str:
         changed = self.spec.model_dump(exclude_defaults=True)
         return ", ".join(f"{name}={value}" for name, value in changed.items())
+
+
+def _projection(spec: GateSpec, num_inputs: int, num_outputs: int) -> nn.Module:
+    has_bias = spec.bias is not None
+    if spec.rank is None:
+        return Linear(num_inputs, num_outputs, bias=has_bias)
+    down, up = Linear(num_inputs, spec.rank, bias=False), Linear(spec.rank, num_outputs, bias=has_bias)
+    return nn.Sequential(OrderedDict(down=down, up=up))
 
 
 class HeadNorm(nn.Module):

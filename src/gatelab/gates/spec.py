@@ -76,11 +76,13 @@ class GateSpec(Settings):
         default="normal",
         description="weights from normal(0, init_std) as the rest, or zeros (with a rank: the second matrix alone)",
     )
-    bias: float | None = Field(default=None, description="start value of a learned bias on the logits")
+    bias: float | None = Field(
+        default=None, allow_inf_nan=False, description="start value of a learned bias on the logits"
+    )
     score_dtype: Literal["activation", "float32"] = Field(
         default="activation",
-        description="dtype in which the activation and its product with y are computed from the projected logits; the "
-        "gated tensor comes back in its own dtype",
+        description="dtype in which the activation and its product with y are computed from the projected logits "
+        "(float32 at least: float64 stays); the gated tensor comes back in its own dtype",
     )
 
     @model_validator(mode="after")
@@ -156,19 +158,22 @@ class GateSpec(Settings):
     def parameter_shapes(self, shape: AttentionShape) -> dict[str, tuple[int, ...]]:
         """Name -> shape of every parameter of this gate on one layer; rows are head-major (storage layout L1).
 
-        ``weight`` (N C or N, source width), or ``down`` (rank, source width) with ``up`` (N C or N, rank); ``bias``
-        (N C or N); ``logits`` (N, C or 1) for an input-independent gate.
+        ``projection.weight`` (N C or N, source width); with a rank ``projection.down.weight`` (rank, source width) and
+        ``projection.up.weight`` (N C or N, rank); the bias beside the last weight; ``logits`` (N, C or 1) alone for an
+        input-independent gate.
         """
         heads, head_size = self.gated_shape(shape)
         channels = head_size if self.granularity == "elementwise" else 1
         if self.source == "parameter":
             return {"logits": (heads, channels)}
         rows, columns = heads * channels, self.source_width(shape)
-        if self.rank is None:
-            shapes: dict[str, tuple[int, ...]] = {"weight": (rows, columns)}
-        else:
-            shapes = {"down": (self.rank, columns), "up": (rows, self.rank)}
-        return shapes if self.bias is None else {**shapes, "bias": (rows,)}
+        last = "projection" if self.rank is None else "projection.up"
+        shapes: dict[str, tuple[int, ...]] = {f"{last}.weight": (rows, self.rank or columns)}
+        if self.rank is not None:
+            shapes["projection.down.weight"] = (self.rank, columns)
+        if self.bias is not None:
+            shapes[f"{last}.bias"] = (rows,)
+        return shapes
 
     def num_parameters(self, shape: AttentionShape) -> int:
         """Parameters of this gate on one layer."""
@@ -177,14 +182,14 @@ class GateSpec(Settings):
     def initial_score(self) -> float:
         """The score at zero logits plus bias: what a fresh gate gives up to the spread of its random weights."""
         logit = 0.0 if self.bias is None else self.bias
-        sigmoid = 1 / (1 + math.exp(-logit))
+        sigmoid = 0.5 + 0.5 * math.tanh(logit / 2)
         return {
             "sigmoid": sigmoid,
             "silu": logit * sigmoid,
             "identity": logit,
             "ns_sigmoid": 0.5 + 0.5 * sigmoid,
             "double_sigmoid": 2 * sigmoid,
-            "softplus": math.log1p(math.exp(logit)),
+            "softplus": max(logit, 0.0) + math.log1p(math.exp(-abs(logit))),
             "tanh": math.tanh(logit),
         }[self.activation]
 

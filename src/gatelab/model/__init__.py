@@ -1,0 +1,1 @@
+"""The decoder. Model code knows one device; sharding, compilation and recomputation are applied from outside."""

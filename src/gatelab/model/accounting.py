@@ -1,0 +1,75 @@
+"""What a decoder costs: parameters, floating point operations, bytes. Counted on the module itself, never by hand."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from gatelab.gates.gate import Gate, HeadNorm
+from gatelab.model.decoder import Decoder
+from gatelab.model.moe import Experts
+from gatelab.model.settings import ModelSettings
+
+BYTES_OF_TRAINING_STATE = 16
+
+
+class ParameterCounts(NamedTuple):
+    """Numbers of parameters; a tied head counts once.
+
+    ``active``: those that one token meets, which is all but the experts it is not sent to; embedding and head count
+    whole. ``gates`` includes gate-free controls.
+    """
+
+    total: int
+    active: int
+    embedding: int
+    gates: int
+
+
+def count_parameters(settings: ModelSettings) -> ParameterCounts:
+    """Count a decoder built on the meta device, where no memory is taken."""
+    with torch.device("meta"):
+        decoder = Decoder(settings)
+    total = sum(parameter.numel() for parameter in decoder.parameters())
+    in_experts = _numel(decoder, Experts)
+    idle_share = 0.0
+    if settings.mixture:
+        idle_share = 1 - settings.mixture.experts_per_token / settings.mixture.num_experts
+    return ParameterCounts(
+        total=total,
+        active=total - round(in_experts * idle_share),
+        embedding=settings.vocab_size * settings.width * (1 if settings.tied_head else 2),
+        gates=_numel(decoder, Gate) + _numel(decoder, HeadNorm),
+    )
+
+
+def _numel(decoder: Decoder, kind: type[torch.nn.Module]) -> int:
+    found = (module for module in decoder.modules() if isinstance(module, kind))
+    return sum(parameter.numel() for module in found for parameter in module.parameters())
+
+
+def flops_per_token_forward(settings: ModelSettings, context: int) -> float:
+    """Floating point operations of the forward pass for one token of a sequence of ``context`` tokens.
+
+    Two for each parameter of a matrix that the token meets (the embedding is a look-up; the head is a matrix), and for
+    attention 4 H C for each visible key: half of the square under a causal mask, (context + 1) / 2 keys on average.
+    Norms, activations and the gates' products are left out.
+    """
+    counts = count_parameters(settings)
+    matrices = counts.active - settings.vocab_size * settings.width * (0 if settings.tied_head else 1)
+    visible_keys = (context + 1) / 2 if settings.causal else context
+    attention = 4 * settings.num_heads * settings.head_size * visible_keys * settings.num_layers
+    return 2.0 * matrices + attention
+
+
+def flops_per_token_training(settings: ModelSettings, context: int, recompute: bool = False) -> float:
+    """Forward and backward, three times the forward pass; with recomputed layers their forward pass once more."""
+    forward = flops_per_token_forward(settings, context)
+    head = 2.0 * settings.vocab_size * settings.width
+    return 3 * forward + (forward - head if recompute else 0.0)
+
+
+def training_state_bytes(settings: ModelSettings) -> int:
+    """Bytes of float32 weights and gradients and AdamW's two moments: 16 for each parameter, activations apart."""
+    return BYTES_OF_TRAINING_STATE * count_parameters(settings).total

@@ -1,0 +1,148 @@
+"""The decoder: embedding, pre-norm layers, final norm, head."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from gatelab.gates.linear import Linear
+from gatelab.model.attention import GroupedQueryAttention, LayerCache
+from gatelab.model.cache import KVCache
+from gatelab.model.feedforward import FeedForward
+from gatelab.model.masks import PADDING, document_mask, positions_in_documents, suffix_mask
+from gatelab.model.moe import MixtureOfExperts, RouterStatistics
+from gatelab.model.norm import RMSNorm
+from gatelab.model.rope import Rotation, rotation_at
+from gatelab.model.settings import ModelSettings
+
+
+class Hidden(NamedTuple):
+    """What the layers give: the state after the final norm, and router statistics if there are experts."""
+
+    state: Float[Tensor, "B T D"]
+    router: RouterStatistics | None
+
+
+class DecoderLayer(nn.Module):
+    """x + attention(norm(x)), then x + feedforward(norm(x)); with sandwich norms each branch is normed again."""
+
+    def __init__(self, settings: ModelSettings, layer: int):
+        super().__init__()
+
+        def norm() -> RMSNorm:
+            return RMSNorm(settings.width, settings.norm_epsilon)
+
+        self.input_layernorm = norm()
+        self.self_attn = GroupedQueryAttention(settings, layer)
+        self.after_attention_norm = norm() if settings.sandwich_norm else nn.Identity()
+        self.post_attention_layernorm = norm()
+        if settings.mixture is None:
+            self.mlp = FeedForward(settings.width, settings.feedforward_width)
+        else:
+            self.mlp = MixtureOfExperts(settings.mixture, settings.width)
+        self.after_feedforward_norm = norm() if settings.sandwich_norm else nn.Identity()
+
+    def forward(
+        self,
+        x: Float[Tensor, "B T D"],
+        rotation: Rotation,
+        mask: Bool[Tensor, "#B 1 T S"] | None = None,
+        counted: Bool[Tensor, "B T"] | None = None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Float[Tensor, "B T D"], RouterStatistics | None]:
+        """The new residual stream, and this layer's router statistics."""
+        attended = self.self_attn(self.input_layernorm(x), rotation, mask, cache)
+        x = x + self.after_attention_norm(attended)
+        normed = self.post_attention_layernorm(x)
+        if isinstance(self.mlp, MixtureOfExperts):
+            update, statistics = self.mlp(normed, counted)
+        else:
+            update, statistics = self.mlp(normed), None
+        return x + self.after_feedforward_norm(update), statistics
+
+
+class DecoderStack(nn.Module):
+    """Embedding, layers and final norm, under the names of Hugging Face's ``Qwen3Model``."""
+
+    def __init__(self, settings: ModelSettings):
+        super().__init__()
+        self.embed_tokens = nn.Embedding(settings.vocab_size, settings.width)
+        self.layers = nn.ModuleList(DecoderLayer(settings, layer) for layer in range(settings.num_layers))
+        self.norm = RMSNorm(settings.width, settings.norm_epsilon)
+
+
+class Decoder(nn.Module):
+    """A gated decoder: ``decoder(ids)`` gives logits, ``decoder.hidden(ids)`` what the head and losses stand on.
+
+    Parameters keep their own dtype; activations have ``activation_dtype``, that of the embedding when it is ``None``.
+    """
+
+    def __init__(self, settings: ModelSettings):
+        super().__init__()
+        self.settings = settings
+        self.model = DecoderStack(settings)
+        self.lm_head = None if settings.tied_head else Linear(settings.width, settings.vocab_size, bias=False)
+        self.activation_dtype: torch.dtype | None = None
+
+    def forward(
+        self, ids: Int[Tensor, "B T"], documents: Int[Tensor, "B T"] | None = None, cache: KVCache | None = None
+    ) -> Float[Tensor, "B T V"]:
+        """Logits of the next token at each position; arguments as for :meth:`hidden`."""
+        return self.logits(self.hidden(ids, documents, cache).state)
+
+    def logits(self, state: Float[Tensor, "*B D"]) -> Float[Tensor, "*B V"]:
+        """The head: logits of final states."""
+        if self.lm_head is not None:
+            return self.lm_head(state)
+        return F.linear(state, self.model.embed_tokens.weight.to(state.dtype))
+
+    def hidden(
+        self, ids: Int[Tensor, "B T"], documents: Int[Tensor, "B T"] | None = None, cache: KVCache | None = None
+    ) -> Hidden:
+        """States after the final norm.
+
+        ``documents`` numbers the document of each token: tokens see their own document only and positions start
+        again with each; -1 marks padding. ``cache`` holds earlier tokens and takes these; documents then number these
+        tokens alone. Raises ``ValueError`` for sequences beyond ``settings.max_context``.
+        """
+        rotation, mask, counted = self._where(ids, documents, cache)
+        x = self.model.embed_tokens(ids)
+        x = x.to(self.activation_dtype or x.dtype)
+        rotation = Rotation(rotation.cos.to(x.dtype), rotation.sin.to(x.dtype))
+        collected = []
+        for layer, past in zip(
+            self.model.layers, cache.layers if cache else [None] * len(self.model.layers), strict=True
+        ):
+            x, statistics = layer(x, rotation, mask, counted, past)
+            collected.append(statistics)
+        router = None
+        if self.settings.mixture is not None:
+            router = RouterStatistics(*(torch.stack(rows) for rows in zip(*collected, strict=True)))
+        return Hidden(self.model.norm(x), router)
+
+    def _where(
+        self, ids: Tensor, documents: Tensor | None, cache: KVCache | None
+    ) -> tuple[Rotation, Tensor | None, Tensor | None]:
+        """Rotation, visibility mask and counted tokens of a call."""
+        num_queries, past = ids.shape[1], cache.length if cache else 0
+        total = past + num_queries
+        if total > self.settings.max_context:
+            raise ValueError(
+                f"{total} tokens exceed max_context={self.settings.max_context} of the model; "
+                "shorten the sequence or extend the rotary embedding"
+            )
+        counted = None if documents is None else documents != PADDING
+        if cache is not None:
+            documents = cache.extend_documents(documents, ids)
+        if documents is not None:
+            positions = positions_in_documents(documents)[:, -num_queries:]
+            mask = document_mask(documents, num_queries, self.settings.causal)
+        else:
+            positions = torch.arange(past, total, device=ids.device)[None]
+            mask = suffix_mask(num_queries, total, ids.device) if past and self.settings.causal else None
+        dtype = self.activation_dtype or self.model.embed_tokens.weight.dtype
+        return rotation_at(positions, self.settings.rope, self.settings.head_size, dtype), mask, counted

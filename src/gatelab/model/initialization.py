@@ -1,0 +1,74 @@
+"""Initial weights: a generator for each parameter, so that the arms of a study share all that they have in common."""
+
+from __future__ import annotations
+
+import hashlib
+
+import torch
+from torch import Tensor, nn
+
+from gatelab.gates.gate import Gate, HeadNorm
+from gatelab.gates.linear import Linear
+from gatelab.model.decoder import Decoder
+from gatelab.model.norm import RMSNorm
+from gatelab.model.settings import ModelSettings
+
+# Where a feed-forward weight has its width F, by the end of its name; of the fused gate_up_proj after unfolding (2 F).
+_WIDTH_DIMENSION = {
+    ".mlp.gate_proj.weight": 0,
+    ".mlp.up_proj.weight": 0,
+    ".mlp.down_proj.weight": 1,
+    ".mlp.experts.gate_up_proj": 2,
+    ".mlp.experts.down_proj": 2,
+}
+
+
+def generator_for(seed: int, name: str) -> torch.Generator:
+    """A CPU generator that depends on the seed and the parameter's name alone."""
+    digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "big") >> 1)
+
+
+@torch.no_grad()
+def initialize(decoder: Decoder, seed: int) -> None:
+    """Fill every parameter: matrices from normal(0, init_std), norms with 1, gates as their specification says.
+
+    Values are drawn on the CPU in float32, so they depend on neither device nor dtype; feed-forward matrices are drawn
+    at ``drawn_feedforward_width`` and cut to size. Two decoders with different gates share every common weight, bit
+    for bit.
+    """
+    settings = decoder.settings
+    for prefix, module in decoder.named_modules():
+        for short_name, parameter in module.named_parameters(recurse=False):
+            if isinstance(module, RMSNorm | HeadNorm):
+                parameter.fill_(1.0)
+            else:
+                name = f"{prefix}.{short_name}"
+                parameter.copy_(settings.init_std * _draw(name, parameter.shape, settings, generator_for(seed, name)))
+    for module in decoder.modules():
+        if isinstance(module, Gate):
+            _start_gate(module)
+
+
+def _draw(name: str, shape: torch.Size, settings: ModelSettings, generator: torch.Generator) -> Tensor:
+    """Standard normal values of the given shape, cut from the wider draw where the name has a feed-forward width."""
+    dimension = next((d for end, d in _WIDTH_DIMENSION.items() if name.endswith(end)), None)
+    if dimension is None:
+        return torch.randn(shape, generator=generator)
+    width = settings.mixture.expert_width if settings.mixture else settings.feedforward_width
+    sizes = [shape[0], 2, width, shape[2]] if name.endswith("gate_up_proj") else list(shape)
+    sizes[dimension] = settings.drawn_feedforward_width or width
+    return torch.randn(sizes, generator=generator).narrow(dimension, 0, width).reshape(shape)
+
+
+def _start_gate(gate: Gate) -> None:
+    """Zero weights and start biases where the specification asks for them."""
+    if gate.spec.source == "parameter":
+        nn.init.zeros_(gate.logits)
+        return
+    last = gate.projection if isinstance(gate.projection, Linear) else gate.projection.get_submodule("up")
+    assert isinstance(last, Linear)
+    if gate.spec.initialization == "zeros":
+        nn.init.zeros_(last.weight)
+    if gate.spec.bias is not None:
+        nn.init.constant_(last.bias, gate.spec.bias)

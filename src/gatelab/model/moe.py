@@ -1,0 +1,156 @@
+"""Mixture of experts: softmax router, top-k, experts computed in groups, no token dropped.
+
+E experts, k of them for each token, N = B T tokens. The load-balancing loss is that of Switch Transformer
+(2101.03961) over all tokens that its statistics cover, E/k sum_e f_e P_e, which is 1 at perfect balance; Hugging
+Face's own convention differs twice (k at balance, layers pooled) and is :func:`pooled_balance_loss`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from gatelab.gates.linear import Linear
+from gatelab.model.feedforward import FeedForward
+from gatelab.model.settings import MixtureSettings
+
+
+class RouterStatistics(NamedTuple):
+    """Sums over the counted tokens of a forward pass, one row for each layer; sums of two passes may be added.
+
+    They are returned, never stored, so recomputing a layer in the backward pass counts nothing twice. ``assignments``
+    carries no gradient; the others do.
+    """
+
+    assignments: Float[Tensor, "*L E"]
+    probabilities: Float[Tensor, "*L E"]
+    squared_log_partition: Float[Tensor, "*L"]
+    num_tokens: Float[Tensor, "*L"]
+
+
+def balance_loss(statistics: RouterStatistics, frequencies: Float[Tensor, "L E"] | None = None) -> Float[Tensor, ""]:
+    """Mean over layers of E/k sum_e f_e P_e, each layer by itself; f_e sums to k, P_e to 1.
+
+    ``frequencies`` replaces f when they were gathered over more tokens than these statistics (a global batch seen in
+    pieces, Qiu et al. 2501.11873).
+    """
+    num_tokens = statistics.num_tokens[:, None].clamp(min=1)
+    if frequencies is None:
+        frequencies = statistics.assignments / num_tokens
+    mean_probabilities = statistics.probabilities / num_tokens
+    experts_per_token = frequencies.sum(-1).clamp(min=1)
+    num_experts = frequencies.shape[-1]
+    return (num_experts / experts_per_token * (frequencies * mean_probabilities).sum(-1)).mean()
+
+
+def pooled_balance_loss(statistics: RouterStatistics) -> Float[Tensor, ""]:
+    """The convention of Hugging Face's ``load_balancing_loss_func``: layers pooled, and k at perfect balance."""
+    num_tokens = statistics.num_tokens.sum().clamp(min=1)
+    frequencies = statistics.assignments.sum(0) / num_tokens
+    return frequencies.shape[-1] * (frequencies * statistics.probabilities.sum(0) / num_tokens).sum()
+
+
+def router_z_loss(statistics: RouterStatistics) -> Float[Tensor, ""]:
+    """Mean over tokens and layers of logsumexp(router logits)^2 (ST-MoE, 2202.08906)."""
+    return (statistics.squared_log_partition / statistics.num_tokens.clamp(min=1)).mean()
+
+
+class Experts(nn.Module):
+    """E SwiGLU feed-forward layers as three-dimensional weights, named as in Hugging Face's Qwen3-MoE.
+
+    ``gate_up_proj`` (E 2F D) holds an expert's F gate rows, then its F up rows; ``down_proj`` is (E D F).
+    """
+
+    def __init__(self, num_experts: int, width: int, expert_width: int):
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(num_experts, 2 * expert_width, width))
+        self.down_proj = nn.Parameter(torch.empty(num_experts, width, expert_width))
+
+    def forward(self, x: Float[Tensor, "M D"], ends: Int[Tensor, "E"]) -> Float[Tensor, "M D"]:
+        """Rows of ``x`` are sorted by expert; expert e takes those from ``ends[e - 1]`` up to ``ends[e]``."""
+        gate, up = grouped_linear(x, self.gate_up_proj.to(x.dtype), ends).chunk(2, dim=-1)
+        return grouped_linear(F.silu(gate) * up, self.down_proj.to(x.dtype), ends)
+
+
+def grouped_linear(
+    x: Float[Tensor, "M I"], weight: Float[Tensor, "E O I"], ends: Int[Tensor, "E"]
+) -> Float[Tensor, "M O"]:
+    """Row group e times ``weight[e]`` transposed.
+
+    One grouped kernel where PyTorch has it: not for float64 and not for rows that are no multiple of 16 bytes.
+    """
+    row_bytes = [size * x.element_size() for size in weight.shape[1:]]
+    if x.dtype != torch.float64 and all(size % 16 == 0 for size in row_bytes):
+        return _DenseGradient.apply(F.grouped_mm(x, weight.transpose(1, 2), offs=ends))
+    groups = torch.tensor_split(x, ends[:-1].long().cpu())
+    return torch.cat([F.linear(group, expert) for group, expert in zip(groups, weight, strict=True)])
+
+
+class _DenseGradient(torch.autograd.Function):
+    """Identity whose gradient is contiguous, as the backward of the grouped kernel needs it."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, *gradients: Tensor) -> Tensor:
+        return gradients[0].contiguous()
+
+
+class MixtureOfExperts(nn.Module):
+    """Each token's output is the weighted sum of its k most probable experts, plus a shared expert if there is one."""
+
+    def __init__(self, settings: MixtureSettings, width: int):
+        super().__init__()
+        self.experts_per_token, self.renormalize = settings.experts_per_token, settings.renormalize
+        self.gate = Linear(width, settings.num_experts, bias=False)
+        self.experts = Experts(settings.num_experts, width, settings.expert_width)
+        self.shared_expert = FeedForward(width, settings.shared_width) if settings.shared_width else None
+
+    def forward(
+        self, x: Float[Tensor, "B T D"], counted: Bool[Tensor, "B T"] | None = None
+    ) -> tuple[Float[Tensor, "B T D"], RouterStatistics]:
+        """Output and router statistics; tokens outside ``counted`` (padding) are computed but not counted."""
+        tokens = x.flatten(0, 1)
+        logits = self.gate(tokens)
+        logits = logits if logits.dtype == torch.float64 else logits.float()
+        probabilities = logits.softmax(-1)
+        weights, experts = probabilities.topk(self.experts_per_token, dim=-1)
+        if self.renormalize:
+            weights = weights / weights.sum(-1, keepdim=True)
+        output = self._combine(tokens, weights.to(x.dtype), experts).view_as(x)
+        if self.shared_expert is not None:
+            output = output + self.shared_expert(x)
+        return output, _statistics(logits, probabilities, experts, counted)
+
+    def _combine(
+        self, tokens: Float[Tensor, "N D"], weights: Float[Tensor, "N k"], experts: Int[Tensor, "N k"]
+    ) -> Float[Tensor, "N D"]:
+        num_experts = self.gate.out_features
+        sorted_experts, order = experts.flatten().sort(stable=True)
+        ends = torch.searchsorted(sorted_experts, torch.arange(num_experts, device=tokens.device), right=True)
+        rows = tokens[order // self.experts_per_token]
+        outputs = self.experts(rows, ends.to(torch.int32))
+        outputs = outputs[order.argsort()].unflatten(0, experts.shape)
+        return (outputs * weights[..., None]).sum(1)
+
+
+def _statistics(
+    logits: Float[Tensor, "N E"],
+    probabilities: Float[Tensor, "N E"],
+    experts: Int[Tensor, "N k"],
+    counted: Bool[Tensor, "B T"] | None,
+) -> RouterStatistics:
+    weight = torch.ones_like(logits[:, 0]) if counted is None else counted.flatten().to(logits.dtype)
+    chosen = torch.zeros_like(probabilities).scatter(1, experts, 1.0)
+    return RouterStatistics(
+        assignments=weight @ chosen.detach(),
+        probabilities=weight @ probabilities,
+        squared_log_partition=weight @ logits.logsumexp(-1).square(),
+        num_tokens=weight.sum(),
+    )
