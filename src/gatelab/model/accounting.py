@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 
 from gatelab.gates.gate import Gate, HeadNorm
+from gatelab.gates.linear import Linear
 from gatelab.model.decoder import Decoder
 from gatelab.model.moe import Experts
 from gatelab.model.settings import ModelSettings
@@ -29,19 +30,19 @@ class ParameterCounts(NamedTuple):
 
 def count_parameters(settings: ModelSettings) -> ParameterCounts:
     """Count a decoder built on the meta device, where no memory is taken."""
-    with torch.device("meta"):
-        decoder = Decoder(settings)
+    decoder = _on_meta(settings)
     total = sum(parameter.numel() for parameter in decoder.parameters())
-    in_experts = _numel(decoder, Experts)
-    idle_share = 0.0
-    if settings.mixture:
-        idle_share = 1 - settings.mixture.experts_per_token / settings.mixture.num_experts
     return ParameterCounts(
         total=total,
-        active=total - round(in_experts * idle_share),
+        active=total - _numel(decoder, Experts) + _active_in_experts(decoder),
         embedding=settings.vocab_size * settings.width * (1 if settings.tied_head else 2),
         gates=_numel(decoder, Gate) + _numel(decoder, HeadNorm),
     )
+
+
+def _on_meta(settings: ModelSettings) -> Decoder:
+    with torch.device("meta"):
+        return Decoder(settings)
 
 
 def _numel(decoder: Decoder, kind: type[torch.nn.Module]) -> int:
@@ -49,15 +50,26 @@ def _numel(decoder: Decoder, kind: type[torch.nn.Module]) -> int:
     return sum(parameter.numel() for module in found for parameter in module.parameters())
 
 
+def _active_in_experts(decoder: Decoder) -> int:
+    """Parameters of the k experts of E that one token is sent to, on all layers."""
+    mixture = decoder.settings.mixture
+    if mixture is None:
+        return 0
+    return _numel(decoder, Experts) // mixture.num_experts * mixture.experts_per_token
+
+
 def flops_per_token_forward(settings: ModelSettings, context: int) -> float:
     """Floating point operations of the forward pass for one token of a sequence of ``context`` tokens.
 
-    Two for each parameter of a matrix that the token meets (the embedding is a look-up; the head is a matrix), and for
+    Two for each weight of a matrix that the token meets (the embedding is a look-up; the head is a matrix), and for
     attention 4 H C for each visible key: half of the square under a causal mask, (context + 1) / 2 keys on average.
-    Norms, activations and the gates' products are left out.
+    Norms, activations, biases and the gates' products are left out.
     """
-    counts = count_parameters(settings)
-    matrices = counts.active - settings.vocab_size * settings.width * (0 if settings.tied_head else 1)
+    decoder = _on_meta(settings)
+    matrices = sum(module.weight.numel() for module in decoder.modules() if isinstance(module, Linear))
+    matrices += _active_in_experts(decoder)
+    if settings.tied_head:
+        matrices += settings.vocab_size * settings.width
     visible_keys = (context + 1) / 2 if settings.causal else context
     attention = 4 * settings.num_heads * settings.head_size * visible_keys * settings.num_layers
     return 2.0 * matrices + attention

@@ -112,7 +112,6 @@ class Decoder(nn.Module):
         rotation, mask, counted = self._where(ids, documents, cache)
         x = self.model.embed_tokens(ids)
         x = x.to(self.activation_dtype or x.dtype)
-        rotation = Rotation(rotation.cos.to(x.dtype), rotation.sin.to(x.dtype))
         collected = []
         for layer, past in zip(
             self.model.layers, cache.layers if cache else [None] * len(self.model.layers), strict=True

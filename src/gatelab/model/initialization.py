@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -54,11 +55,16 @@ def _draw(name: str, shape: torch.Size, settings: ModelSettings, generator: torc
     """Standard normal values of the given shape, cut from the wider draw where the name has a feed-forward width."""
     dimension = next((d for end, d in _WIDTH_DIMENSION.items() if name.endswith(end)), None)
     if dimension is None:
-        return torch.randn(shape, generator=generator)
+        return _standard_normal(shape, generator)
     width = settings.mixture.expert_width if settings.mixture else settings.feedforward_width
     sizes = [shape[0], 2, width, shape[2]] if name.endswith("gate_up_proj") else list(shape)
     sizes[dimension] = settings.drawn_feedforward_width or width
-    return torch.randn(sizes, generator=generator).narrow(dimension, 0, width).reshape(shape)
+    return _standard_normal(sizes, generator).narrow(dimension, 0, width).reshape(shape)
+
+
+def _standard_normal(sizes: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Drawn on the CPU in float32, whatever PyTorch's default device and dtype are at the moment."""
+    return torch.randn(sizes, generator=generator, dtype=torch.float32, device="cpu")
 
 
 def _start_gate(gate: Gate) -> None:

@@ -1,0 +1,1 @@
+"""From text to batches: corpora, tokenizers, token shards, loaders and a synthetic task."""

@@ -1,0 +1,187 @@
+"""Batches from token shards: training batches as a pure function of seed and step, held-out ones in reading order.
+
+Notation: B sequences, T the context, s the stream of tokens, in which each document begins with BOS.
+
+With BOS in every window, window w reads inputs [BOS, s_wT, ..., s_wT+T-2] and targets [s_wT, ..., s_wT+T-1]; without,
+inputs [s_wT, ..., s_wT+T-1] and targets [s_wT+1, ..., s_wT+T]. Either way neighbouring windows share no target.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from gatelab.data.shards import TokenShards
+
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Sequences for one pass. ``targets`` hold ``IGNORED`` (-100) where nothing is scored.
+
+    ``documents`` numbers the documents inside each window 0, 1, 2, ... for attention masks (``None``: no masks).
+    ``document_ids`` says for each target of held-out data to which document of the whole set it belongs, -1 where
+    nothing is scored (``None`` in training).
+    """
+
+    inputs: Int[Tensor, "B T"]
+    targets: Int[Tensor, "B T"]
+    documents: Int[Tensor, "B T"] | None = None
+    document_ids: Int[Tensor, "B T"] | None = None
+
+    def to(self, device: torch.device | str) -> Batch:
+        """The batch on another device."""
+        return Batch(
+            inputs=self.inputs.to(device),
+            targets=self.targets.to(device),
+            documents=None if self.documents is None else self.documents.to(device),
+            document_ids=None if self.document_ids is None else self.document_ids.to(device),
+        )
+
+
+class TrainLoader:
+    """Training batches: ``batch(step)`` depends on the data, the seed and the step, and on nothing that came before.
+
+    Each epoch reads every whole window once, in an order drawn from (seed, epoch); a step may end one epoch and begin
+    the next. Tokens that don't fill a last window are left out. Memory: eight bytes for each window of the epochs that
+    a step touches; they are kept for speed alone. BOS targets are learned: they are the ends of documents.
+
+    ``bos_id`` is the token put before every window, ``None`` for windows without one. With ``document_masks`` that
+    token belongs to the window's first document. Raises ``ValueError`` when the data has less than one window.
+    """
+
+    def __init__(
+        self,
+        tokens: TokenShards,
+        *,
+        context: int,
+        sequences_per_step: int,
+        seed: int,
+        bos_id: int | None,
+        document_masks: bool = False,
+    ):
+        self.context = context
+        self.sequences_per_step = sequences_per_step
+        self.num_windows = (len(tokens) if bos_id is not None else len(tokens) - 1) // context
+        if self.num_windows < 1:
+            raise ValueError(
+                f"the training split has {len(tokens)} tokens, less than one window of context={context}; "
+                "take more text or a smaller context"
+            )
+        self._tokens = tokens
+        self._seed = seed
+        self._bos_id = bos_id
+        self._document_masks = document_masks
+        self._orders: dict[int, np.ndarray] = {}
+
+    def batch(self, step: int, rank: int = 0, num_ranks: int = 1) -> Batch:
+        """The sequences of one rank at one step (from 0); the ranks' batches in order are the one-rank batch.
+
+        Raises ``ValueError`` when the step's sequences can't be split evenly over the ranks.
+        """
+        rows = rows_of_rank(self.sequences_per_step, rank, num_ranks)
+        first = step * self.sequences_per_step
+        numbers = self._window_numbers(range(first + rows.start, first + rows.stop))
+        windows = [_window(self._tokens, number, self.context, self._bos_id) for number in numbers]
+        documents = [window.documents for window in windows] if self._document_masks else None
+        return Batch(
+            inputs=_stack([window.inputs for window in windows]),
+            targets=_stack([window.targets for window in windows]),
+            documents=None if documents is None else _stack(documents),
+        )
+
+    def _window_numbers(self, positions: range) -> list[int]:
+        """The windows at positions of the endless sequence of epochs."""
+        epochs = range(positions.start // self.num_windows, (positions.stop - 1) // self.num_windows + 1)
+        self._orders = {epoch: self._orders.get(epoch, self._order(epoch)) for epoch in epochs}
+        return [int(self._orders[p // self.num_windows][p % self.num_windows]) for p in positions]
+
+    def _order(self, epoch: int) -> np.ndarray:
+        return np.random.default_rng([self._seed, epoch]).permutation(self.num_windows)
+
+
+def heldout_batches(
+    tokens: TokenShards,
+    *,
+    context: int,
+    sequences: int,
+    bos_id: int | None,
+    document_masks: bool = False,
+    rank: int = 0,
+    num_ranks: int = 1,
+) -> Iterator[Batch]:
+    """All tokens in reading order, each scored exactly once, in batches of one fixed shape (sequences, context).
+
+    BOS is not scored: it stands for a document's beginning, not for text. The last batch is filled up with windows
+    that score nothing. Ranks get equally many batches, whose rows in order are the one-rank batch. Raises
+    ``ValueError`` when the sequences can't be split evenly over the ranks.
+    """
+    rows = rows_of_rank(sequences, rank, num_ranks)
+    num_windows = -(-(len(tokens) if bos_id is not None else len(tokens) - 1) // context)
+    for first in range(0, num_windows, sequences):
+        windows = [_window(tokens, first + row, context, bos_id) for row in rows]
+        for window in windows:
+            window.targets[window.is_bos] = IGNORED
+            window.document_ids[window.is_bos] = -1
+        yield Batch(
+            inputs=_stack([window.inputs for window in windows]),
+            targets=_stack([window.targets for window in windows]),
+            documents=_stack([window.documents for window in windows]) if document_masks else None,
+            document_ids=_stack([window.document_ids for window in windows]),
+        )
+
+
+def rows_of_rank(sequences: int, rank: int, num_ranks: int) -> range:
+    """The rows of a batch that one rank has; ``ValueError`` when they can't be split evenly."""
+    assert 0 <= rank < num_ranks, f"rank {rank} of {num_ranks}"
+    if sequences % num_ranks:
+        raise ValueError(
+            f"{sequences} sequences can't be split evenly over {num_ranks} ranks; choose a multiple of {num_ranks}"
+        )
+    share = sequences // num_ranks
+    return range(rank * share, (rank + 1) * share)
+
+
+@dataclass(frozen=True)
+class _Window:
+    """One window as int64 arrays of T entries; ``is_bos`` marks the targets that are BOS."""
+
+    inputs: np.ndarray
+    targets: np.ndarray
+    is_bos: np.ndarray
+    documents: np.ndarray
+    document_ids: np.ndarray
+
+
+def _window(tokens: TokenShards, number: int, context: int, bos_id: int | None) -> _Window:
+    """Window ``number`` of the stream; whatever lies past the stream's end is filled up and never scored."""
+    lead = 0 if bos_id is None else 1
+    start, stop = number * context, min(number * context + context + 1 - lead, len(tokens))
+    stream = tokens[start:stop].astype(np.int64)
+    is_bos = tokens.starts_document(start, stop)
+    ids = tokens.document_ids(start, stop)
+    if bos_id is not None:
+        stream = np.concatenate([[bos_id], stream])
+        is_bos = np.concatenate([[True], is_bos])
+        ids = np.concatenate([ids[:1], ids])
+    return _Window(
+        inputs=_filled(stream[:-1], context, 0),
+        targets=_filled(stream[1:], context, IGNORED),
+        is_bos=_filled(is_bos[1:], context, False),
+        documents=_filled(ids[:-1] - ids[:1], context, ids[-1] - ids[0] if len(ids) else 0),
+        document_ids=_filled(ids[1:], context, -1),
+    )
+
+
+def _filled(values: np.ndarray, length: int, filling: int) -> np.ndarray:
+    return np.concatenate([values, np.full(length - len(values), filling, dtype=values.dtype)])
+
+
+def _stack(rows: list[np.ndarray]) -> Int[Tensor, "B T"]:
+    return torch.from_numpy(np.stack(rows))

@@ -1,0 +1,167 @@
+"""What a run reads: the corpora, the tokenizer, how tokens are packed into windows. Nothing here imports torch."""
+
+from __future__ import annotations
+
+import re
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from gatelab.settings import Settings
+
+CorpusName = Literal[
+    "wikipedia_introductions", "python_standard_library", "state_of_the_union", "files", "hugging_face"
+]
+
+
+class CorpusSettings(Settings):
+    """One body of text: a built-in corpus by name, local files, or a Hugging Face dataset.
+
+    A document is in the held-out split when a hash of its title falls below ``heldout_fraction``, else in the training
+    split; the whole corpus is held out at 1.0. Documents without a title are split by a hash of their text.
+    """
+
+    name: CorpusName = "wikipedia_introductions"
+    path: str | None = Field(
+        default=None,
+        description="for files: a file, a folder or a glob of .txt (one document each), .jsonl or .parquet; for "
+        "hugging_face: a dataset's hub name, or a local folder or file that datasets.load_dataset takes",
+    )
+    text_field: str = Field(
+        default="text", description="the column that holds the text (.jsonl, .parquet, hugging_face)"
+    )
+    title_field: str | None = Field(
+        default=None, description="the column whose hash decides the split; the text when None"
+    )
+    config: str | None = Field(default=None, description="for hugging_face: the dataset's configuration")
+    split: str | None = Field(
+        default=None, description="for hugging_face: the dataset's own split to read; train when None"
+    )
+    revision: str | None = Field(default=None, description="for hugging_face: commit or tag; pin it to fix the text")
+    max_documents: int | None = Field(
+        default=None, gt=0, description="read no more documents than this, both splits together"
+    )
+    max_bytes: int | None = Field(
+        default=None, gt=0, description="stop before exceeding these UTF-8 bytes, both splits together"
+    )
+    heldout_fraction: float = Field(
+        default=0.02, ge=0, le=1, description="share of the titles that is never trained on"
+    )
+
+    @property
+    def label(self) -> str:
+        """A short name for tables and folders: the corpus's name, or the last part of its path."""
+        if self.path is None:
+            return self.name
+        parts = [self.path.rstrip("/").rsplit("/", 1)[-1], self.config, self.split]
+        return re.sub(r"[^\w.-]+", "_", "_".join(part for part in parts if part)).strip("._") or self.name
+
+    @property
+    def text_source(self) -> tuple[str | None, ...]:
+        """What two settings share when they read the same text."""
+        return self.name, self.path, self.config, self.split
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
+        if self.name in ("files", "hugging_face"):
+            if not self.path:
+                raise ValueError(f"name={self.name} needs a path to read from")
+        elif self.path is not None:
+            raise ValueError(f"name={self.name} has a fixed source; path={self.path} goes with files or hugging_face")
+        if self.name != "hugging_face":
+            for field in ("config", "split", "revision"):
+                value = getattr(self, field)
+                if value is not None:
+                    raise ValueError(f"{field}={value} goes with name=hugging_face, not with {self.name}")
+        return self
+
+
+class TokenizerSettings(Settings):
+    """A byte-level BPE trained on the training split, or an existing ``tokenizer.json``."""
+
+    path: str | None = Field(
+        default=None, description="an existing tokenizer.json, or a folder that has one; trained if None"
+    )
+    vocab_size: int = Field(
+        default=4096, ge=257, description="entries of the trained tokenizer: 256 bytes, the document start, and merges"
+    )
+    training_bytes: int = Field(
+        default=10_000_000,
+        gt=0,
+        description="UTF-8 bytes of training text, from its beginning, that the merges are counted on",
+    )
+    bos_token: str = Field(default="<|bos|>", description="the special token that starts each document")
+
+
+class BigramBackcopySettings(Settings):
+    """The synthetic task of Guo et al. (arXiv 2410.13835): a bigram chain with back-copying triggers.
+
+    ``vocab_size`` counts the BOS token (id 0). Tokens 1 to ``num_triggers`` are the triggers; they have the largest
+    weights, as the paper's triggers are the most frequent characters. ``seed`` draws the bigram table, not the samples.
+    """
+
+    vocab_size: int = Field(default=67, ge=4)
+    num_triggers: int = Field(default=3, ge=1)
+    concentration: float = Field(
+        default=3.0,
+        gt=0,
+        description="of the Dirichlet that draws each row: small values make sharper, more unequal rows",
+    )
+    seed: int = Field(default=0, ge=0)
+
+    @model_validator(mode="after")
+    def _leave_plain_tokens(self) -> Self:
+        if self.num_triggers > self.vocab_size - 3:
+            raise ValueError(
+                f"num_triggers={self.num_triggers} leaves fewer than two plain tokens at vocab_size={self.vocab_size}: "
+                f"at most {self.vocab_size - 3}"
+            )
+        return self
+
+
+class DataSettings(Settings):
+    """Everything that decides a run's tokens and how they are packed; the batches follow from it, a seed and a step."""
+
+    train: CorpusSettings = Field(default_factory=CorpusSettings)
+    heldout: tuple[CorpusSettings, ...] = Field(
+        default=(), description="further held-out domains; the training corpus's own held-out split always comes first"
+    )
+    tokenizer: TokenizerSettings = Field(default_factory=TokenizerSettings)
+    context: int = Field(default=512, ge=2, description="tokens in a window, T")
+    bos_in_every_window: bool = Field(
+        default=True, description="start every window with BOS; at small scale the strongest lever for attention sinks"
+    )
+    document_masks: bool = Field(
+        default=False, description="packed documents don't see each other; plain packing when False"
+    )
+    tokens_per_shard: int = Field(default=16_777_216, gt=0, description="a shard closes at the next document end")
+    synthetic: BigramBackcopySettings | None = Field(
+        default=None, description="train on this task instead of text; corpora and tokenizer are then unused"
+    )
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> Self:
+        if self.synthetic is not None:
+            if self.document_masks:
+                raise ValueError("document_masks=True with synthetic is impossible: a synthetic window is one document")
+            if not self.bos_in_every_window:
+                raise ValueError("bos_in_every_window=False with synthetic is impossible: its windows begin with BOS")
+            return self
+        if self.train.heldout_fraction == 1:
+            raise ValueError("train.heldout_fraction=1.0 leaves nothing to train on; choose a smaller fraction")
+        if self.train.heldout_fraction == 0 and not self.heldout:
+            raise ValueError("train.heldout_fraction=0.0 leaves nothing held out; name a corpus in heldout")
+        labels = [self.train.label] if self.train.heldout_fraction else []
+        for corpus in self.heldout:
+            if corpus.text_source == self.train.text_source:
+                raise ValueError(
+                    f"heldout names the training corpus {corpus.label}, whose held-out split is always measured"
+                )
+            if corpus.heldout_fraction == 0:
+                raise ValueError(
+                    f"the held-out corpus {corpus.label} has heldout_fraction=0.0: nothing of it is held out"
+                )
+            if corpus.label in labels:
+                raise ValueError(f"two held-out corpora are called {corpus.label}; give their files different names")
+            labels.append(corpus.label)
+        return self

@@ -1,0 +1,1 @@
+"""Measuring a decoder from outside: attention sinks, massive activations, gates. Pure functions and one pass."""

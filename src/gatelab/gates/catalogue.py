@@ -1,0 +1,53 @@
+"""The list of named gates as rows, for the command line and for the table in docs/gates.md. Nothing imports torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from pydantic import Field
+
+from gatelab.gates.spec import AttentionShape, OutputControl
+from gatelab.gates.variants import VARIANTS
+from gatelab.settings import Settings
+
+
+class VariantRow(Settings):
+    """One named way to gate, described; ``to_mapping`` gives the JSON object."""
+
+    name: str
+    axes: tuple[dict[str, Any], ...] = Field(description="for each gate the axes that differ from their defaults")
+    control: OutputControl | None = Field(description="the gate-free control, if any")
+    origin: str = Field(description="the paper's tables and rows, or who else ships it")
+    parameters: int = Field(description="what the variant adds to the whole model")
+    initial_scores: tuple[float, ...] = Field(description="for each gate the score at zero logits plus bias")
+
+    def describe_axes(self) -> str:
+        """The gates in words: ``axis=value`` pairs, gates joined by "with"; "defaults" where no axis differs."""
+        gates = [", ".join(f"{axis}={value}" for axis, value in gate.items()) or "defaults" for gate in self.axes]
+        controls = [f"control={self.control.operation}"] if self.control else []
+        return " with ".join(gates + controls) or "no gate"
+
+
+def list_variants(shape: AttentionShape, num_layers: int) -> list[VariantRow]:
+    """A row for every entry of ``VARIANTS``, in its order, with counts for a model of this shape and depth."""
+    return [
+        VariantRow(
+            name=name,
+            axes=tuple(gate.model_dump(mode="json", exclude_defaults=True) for gate in variant.gates),
+            control=variant.control,
+            origin=variant.origin,
+            parameters=num_layers * variant.num_parameters(shape),
+            initial_scores=tuple(gate.initial_score() for gate in variant.gates),
+        )
+        for name, variant in VARIANTS.items()
+    ]
+
+
+def markdown_table(rows: Iterable[VariantRow]) -> str:
+    """The rows as a Markdown table."""
+    lines = ["| name | axes that differ | origin | added parameters | initial score |", "|---|---|---|---:|---:|"]
+    for row in rows:
+        scores = ", ".join(f"{score:.4g}" for score in row.initial_scores) or "-"
+        lines.append(f"| `{row.name}` | {row.describe_axes()} | {row.origin} | {row.parameters:,} | {scores} |")
+    return "\n".join(lines) + "\n"

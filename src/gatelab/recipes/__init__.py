@@ -1,0 +1,1 @@
+"""Recipes: plain functions that return the settings of a run."""

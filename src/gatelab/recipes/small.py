@@ -1,0 +1,94 @@
+"""Runs for one machine without an accelerator."""
+
+from __future__ import annotations
+
+from gatelab.data.settings import BigramBackcopySettings, CorpusSettings, DataSettings
+from gatelab.gates.variants import find_variant
+from gatelab.model.matching import Match, with_gate
+from gatelab.model.settings import MixtureSettings, ModelSettings
+from gatelab.train.settings import (
+    CheckpointSettings,
+    EvaluationSettings,
+    OptimizerSettings,
+    RunSettings,
+    ScheduleSettings,
+    TrainSettings,
+)
+
+
+def demo(gate: str = "none", match: Match = "none") -> RunSettings:
+    """4.3M parameters on Wikipedia introductions, a few minutes on two cores.
+
+    Everything that is known to raise first-token attention early is on: BOS in every window, a high learning rate,
+    no q/k norm, deep and narrow.
+    """
+    model = ModelSettings(
+        vocab_size=4096,
+        width=192,
+        num_layers=8,
+        num_heads=6,
+        num_kv_heads=6,
+        head_size=32,
+        feedforward_width=512,
+        max_context=512,
+        qk_norm=False,
+    )
+    return RunSettings(
+        model=with_gate(model, find_variant(gate), match),
+        data=DataSettings(train=CorpusSettings(heldout_fraction=0.01), context=512),
+        train=TrainSettings(
+            steps=240,
+            sequences_per_step=8,
+            optimizer=OptimizerSettings(learning_rate=3e-3),
+            schedule=ScheduleSettings(warmup_steps=20),
+            evaluation=EvaluationSettings(every=60, windows=16, measure_every=20),
+            checkpoint=CheckpointSettings(every=20),
+        ),
+    )
+
+
+def dense_tiny(gate: str = "none", match: Match = "none") -> RunSettings:
+    """A 1M-parameter decoder with grouped queries and q/k norm on the Python standard library; a minute or two."""
+    model = ModelSettings(
+        vocab_size=2048,
+        width=128,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=32,
+        feedforward_width=352,
+        max_context=256,
+    )
+    data = DataSettings.parse(
+        {"train": {"name": "python_standard_library"}, "tokenizer": {"vocab_size": 2048}, "context": 256}
+    )
+    train = TrainSettings(steps=300, sequences_per_step=8, schedule=ScheduleSettings(warmup_steps=30))
+    return RunSettings(model=with_gate(model, find_variant(gate), match), data=data, train=train)
+
+
+def moe_tiny(gate: str = "none", match: Match = "none") -> RunSettings:
+    """``dense_tiny`` with 8 experts, 2 for each token, in place of each feed-forward."""
+    dense = dense_tiny()
+    mixture = MixtureSettings(num_experts=8, experts_per_token=2, expert_width=176)
+    model = ModelSettings.parse({**dense.model.to_mapping(), "mixture": mixture.to_mapping()})
+    return RunSettings(model=with_gate(model, find_variant(gate), match), data=dense.data, train=dense.train)
+
+
+def backcopy(gate: str = "none", match: Match = "none") -> RunSettings:
+    """Bigram-Backcopy (arXiv 2410.13835) in one layer with one head: the smallest functional attention sink."""
+    model = ModelSettings(
+        vocab_size=67,
+        width=64,
+        num_layers=1,
+        num_heads=1,
+        num_kv_heads=1,
+        head_size=64,
+        feedforward_width=256,
+        max_context=64,
+        qk_norm=False,
+    )
+    return RunSettings(
+        model=with_gate(model, find_variant(gate), match),
+        data=DataSettings(synthetic=BigramBackcopySettings(), context=64),
+        train=TrainSettings(steps=4000, sequences_per_step=64, precision="float32"),
+    )

@@ -1,0 +1,78 @@
+"""Scoring held-out text: every token once, summed by document."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import torch
+
+from gatelab.data.loader import IGNORED, Batch
+from gatelab.model.decoder import Decoder
+from gatelab.model.perplexity import bits_per_byte, perplexity, token_nats
+from gatelab.train.source import HeldoutDomain
+
+
+@dataclass
+class Score:
+    """Summed cross-entropy of one domain, and its parts by document (in the order of the held-out text).
+
+    ``num_bytes`` counts the UTF-8 bytes of the scored text, and is ``None`` when only part of it was scored or the
+    domain has no text.
+    """
+
+    nats: float = 0.0
+    num_tokens: int = 0
+    num_bytes: int | None = None
+    document_nats: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+    document_tokens: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
+
+    def figures(self) -> dict[str, float | int | None]:
+        """Loss in nats a token, perplexity, bits per byte, and the counts that they stand on."""
+        return {
+            "loss": self.nats / self.num_tokens,
+            "perplexity": perplexity(self.nats, self.num_tokens),
+            "bits_per_byte": None if self.num_bytes is None else bits_per_byte(self.nats, self.num_bytes),
+            "tokens": self.num_tokens,
+            "bytes": self.num_bytes,
+        }
+
+
+@torch.no_grad()
+def score(decoder: Decoder, domain: HeldoutDomain, num_windows: int | None = None) -> Score:
+    """Score a domain, or its first ``num_windows`` windows (rounded up to whole batches).
+
+    Sums are taken in float64. A compiled decoder runs uncompiled here, and every batch has the same shape.
+    """
+    text_bytes = domain.document_text_bytes
+    num_documents = 0 if text_bytes is None else len(text_bytes)
+    result = Score(
+        document_nats=torch.zeros(num_documents, dtype=torch.float64),
+        document_tokens=torch.zeros(num_documents, dtype=torch.float64),
+    )
+    with torch.compiler.set_stance("force_eager"):
+        for batch in _first_windows(domain.batches(), num_windows):
+            _add(result, decoder, batch)
+    if text_bytes is not None and num_windows is None:
+        result.num_bytes = int(text_bytes.sum())
+    return result
+
+
+def _add(result: Score, decoder: Decoder, batch: Batch) -> None:
+    nats = token_nats(decoder(batch.inputs, batch.documents), batch.targets).double()
+    scored = batch.targets != IGNORED
+    result.nats += float(nats.sum())
+    result.num_tokens += int(scored.sum())
+    if batch.document_ids is not None:
+        documents = batch.document_ids[scored]
+        result.document_nats.index_add_(0, documents, nats[scored])
+        result.document_tokens.index_add_(0, documents, torch.ones_like(nats[scored]))
+
+
+def _first_windows(batches: Iterable[Batch], num_windows: int | None) -> Iterable[Batch]:
+    seen = 0
+    for batch in batches:
+        if num_windows is not None and seen >= num_windows:
+            return
+        seen += len(batch.inputs)
+        yield batch

@@ -1,0 +1,133 @@
+"""How a run trains, and with the model's and the data's settings a whole run. Nothing here imports torch."""
+
+from __future__ import annotations
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from gatelab.data.settings import DataSettings
+from gatelab.model.settings import ModelSettings
+from gatelab.settings import Settings
+
+
+class OptimizerSettings(Settings):
+    """AdamW (Loshchilov and Hutter 1711.05101); norms, gate biases and input-independent gates are not decayed."""
+
+    learning_rate: float = Field(default=3e-3, gt=0, description="peak of the schedule")
+    gate_learning_rate: float | None = Field(default=None, gt=0, description="peak for gates; as the rest when None")
+    betas: tuple[float, float] = (0.9, 0.95)
+    epsilon: float = Field(default=1e-8, gt=0)
+    weight_decay: float = Field(default=0.1, ge=0)
+    clip_norm: float | None = Field(
+        default=1.0, gt=0, description="largest global gradient norm; not clipped when None"
+    )
+
+
+class ScheduleSettings(Settings):
+    """Linear warm-up, then a cosine to the final rate, or a stable phase and a linear decay to it (WSD)."""
+
+    kind: Literal["cosine", "warmup_stable_decay"] = "cosine"
+    warmup_steps: int = Field(default=50, ge=0)
+    decay_steps: int = Field(default=0, ge=0, description="for warmup_stable_decay: length of the last phase")
+    final_fraction: float = Field(default=0.1, ge=0, le=1, description="rate of the last step / peak")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.kind == "cosine" and self.decay_steps:
+            raise ValueError(f"kind=cosine with decay_steps={self.decay_steps} is impossible: it decays all the way")
+        return self
+
+
+class EvaluationSettings(Settings):
+    """When the held-out text is scored and the model examined; the end of a run always does both, on all of it."""
+
+    every: int = Field(default=100, gt=0, description="steps between evaluations")
+    windows: int = Field(default=32, gt=0, description="windows of each domain that an evaluation on the way scores")
+    measure_every: int = Field(default=50, gt=0, description="steps between measurements of sinks, gates and maxima")
+    measured_windows: int = Field(default=2, gt=0, description="held-out windows that a measurement on the way reads")
+    final_measured_windows: int = Field(default=16, gt=0, description="held-out windows of the measurement at the end")
+
+
+class CheckpointSettings(Settings):
+    """When the run is saved and what happens when it is started again."""
+
+    every: int = Field(default=200, gt=0, description="steps between checkpoints; the last step always has one")
+    keep: int = Field(default=2, gt=0, description="how many of the newest are kept")
+    resume: Literal["auto", "never", "required"] = Field(
+        default="auto",
+        description="auto continues where there is something to continue, never refuses to, required must",
+    )
+    same_environment: bool = Field(
+        default=True,
+        description="refuse to continue under another torch, instruction set or number of threads, where the result "
+        "would no longer equal that of an uninterrupted run bit for bit",
+    )
+
+
+class TrainSettings(Settings):
+    """Steps, batch, optimizer, precision, and what is watched on the way."""
+
+    steps: int = Field(default=1000, gt=0)
+    sequences_per_step: int = Field(default=8, gt=0, description="global batch, whatever the accumulation")
+    accumulation: int = Field(
+        default=1, gt=0, description="pieces that a step's batch is computed in, one after another"
+    )
+    seed: int = Field(default=0, ge=0, description="decides initial weights and the order of batches")
+    precision: Literal["bfloat16", "float32", "float64"] = Field(
+        default="bfloat16", description="dtype of activations; weights and optimizer are float32 (float64 with float64)"
+    )
+    optimizer: OptimizerSettings = OptimizerSettings()
+    schedule: ScheduleSettings = ScheduleSettings()
+    balance_loss_weight: float = Field(default=1e-2, ge=0, description="for mixtures of experts")
+    router_z_loss_weight: float = Field(default=1e-3, ge=0, description="for mixtures of experts")
+    compile: bool = Field(default=False, description="torch.compile of each layer and the loss; needs a C++ compiler")
+    recompute: bool = Field(default=False, description="recompute each layer's activations in the backward pass")
+    deterministic: bool = Field(default=True, description="deterministic kernels only: the same bits in every run")
+    threads: int | None = Field(default=None, gt=0, description="CPU threads; PyTorch's own choice when None")
+    evaluation: EvaluationSettings = EvaluationSettings()
+    checkpoint: CheckpointSettings = CheckpointSettings()
+    tensorboard: bool = Field(default=False, description="also write TensorBoard events; needs the extra 'track'")
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.sequences_per_step % self.accumulation:
+            raise ValueError(
+                f"sequences_per_step={self.sequences_per_step} is not divisible by accumulation={self.accumulation}"
+            )
+        phases = self.schedule.warmup_steps + self.schedule.decay_steps
+        if phases > self.steps:
+            raise ValueError(
+                f"schedule.warmup_steps={self.schedule.warmup_steps} and schedule.decay_steps="
+                f"{self.schedule.decay_steps} together exceed steps={self.steps}"
+            )
+        return self
+
+
+class RunSettings(Settings):
+    """A whole run: what a recipe returns, what a run folder saves, and what runs it again."""
+
+    schema_version: Literal[1] = 1
+    model: ModelSettings
+    data: DataSettings = DataSettings()
+    train: TrainSettings = TrainSettings()
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.data.context > self.model.max_context:
+            raise ValueError(
+                f"data.context={self.data.context} exceeds model.max_context={self.model.max_context}, the longest "
+                "sequence that the rotary embedding is meant for"
+            )
+        synthetic = self.data.synthetic
+        needed = synthetic.vocab_size if synthetic else self.data.tokenizer.vocab_size
+        if self.data.tokenizer.path is None and needed > self.model.vocab_size:
+            raise ValueError(
+                f"model.vocab_size={self.model.vocab_size} is smaller than the data's vocabulary of {needed}"
+            )
+        return self
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens that one step reads."""
+        return self.train.sequences_per_step * self.data.context

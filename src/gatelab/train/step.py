@@ -1,0 +1,68 @@
+"""One optimizer step on one global batch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from gatelab.data.loader import IGNORED, Batch
+from gatelab.model.decoder import Decoder
+from gatelab.model.moe import RouterStatistics, balance_loss, router_z_loss
+from gatelab.train.settings import TrainSettings
+
+SumOfNats = Callable[[Tensor, Tensor], Tensor]
+
+
+def take_step(
+    decoder: Decoder, optimizer: torch.optim.Optimizer, batch: Batch, sum_of_nats: SumOfNats, settings: TrainSettings
+) -> tuple[float, float]:
+    """One optimizer step on one global batch: (mean loss in nats over its targets, gradient norm before clipping).
+
+    The batch is computed in ``settings.accumulation`` pieces; each piece's loss is divided by the target tokens of
+    the whole batch. Nothing is updated when loss or norm is not finite.
+    """
+    num_targets = (batch.targets != IGNORED).sum()
+    total = torch.zeros((), dtype=torch.float64)
+    routed: RouterStatistics | None = None
+    for piece in _pieces(batch, settings.accumulation):
+        hidden = decoder.hidden(piece.inputs, piece.documents)
+        nats = sum_of_nats(hidden.state, piece.targets)
+        loss = nats / num_targets
+        if hidden.router is not None:
+            routed = _added(routed, hidden.router)
+            loss = loss + router_loss(hidden.router, routed, settings) / settings.accumulation
+        loss.backward()
+        total += nats.detach()
+    clip_norm = settings.optimizer.clip_norm or math.inf
+    norm = torch.nn.utils.clip_grad_norm_(decoder.parameters(), clip_norm)
+    mean = float(total / num_targets)
+    if math.isfinite(mean) and bool(norm.isfinite()):
+        optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+    return mean, float(norm)
+
+
+def router_loss(piece: RouterStatistics, routed: RouterStatistics, settings: TrainSettings) -> Tensor:
+    """Load-balancing and z-loss of one piece of a batch.
+
+    Expert frequencies are those of all pieces routed so far in this step (Qiu et al. 2501.11873): exact over the
+    global batch without accumulation, and with it exact at the step's last piece.
+    """
+    frequencies = routed.assignments / routed.num_tokens[:, None]
+    balance = balance_loss(piece, frequencies)
+    return settings.balance_loss_weight * balance + settings.router_z_loss_weight * router_z_loss(piece)
+
+
+def _pieces(batch: Batch, count: int) -> list[Batch]:
+    """The batch in ``count`` equal pieces along its sequences."""
+    inputs, targets = batch.inputs.chunk(count), batch.targets.chunk(count)
+    documents = [None] * count if batch.documents is None else batch.documents.chunk(count)
+    return [Batch(*parts) for parts in zip(inputs, targets, documents, strict=True)]
+
+
+def _added(total: RouterStatistics | None, more: RouterStatistics) -> RouterStatistics:
+    detached = RouterStatistics(*(part.detach() for part in more))
+    return detached if total is None else RouterStatistics(*(a + b for a, b in zip(total, detached, strict=True)))
