@@ -99,10 +99,12 @@ class TrainLoader:
     def _window_numbers(self, positions: range) -> list[int]:
         """The windows at positions of the endless sequence of epochs."""
         epochs = range(positions.start // self.num_windows, (positions.stop - 1) // self.num_windows + 1)
-        self._orders = {epoch: self._orders.get(epoch, self._order(epoch)) for epoch in epochs}
+        kept = {epoch: order for epoch, order in self._orders.items() if epoch in epochs}
+        drawn = {epoch: self._draw_order(epoch) for epoch in epochs if epoch not in kept}
+        self._orders = kept | drawn
         return [int(self._orders[p // self.num_windows][p % self.num_windows]) for p in positions]
 
-    def _order(self, epoch: int) -> np.ndarray:
+    def _draw_order(self, epoch: int) -> np.ndarray:
         return np.random.default_rng([self._seed, epoch]).permutation(self.num_windows)
 
 
@@ -174,7 +176,7 @@ def _window(tokens: TokenShards, number: int, context: int, bos_id: int | None) 
         inputs=_filled(stream[:-1], context, 0),
         targets=_filled(stream[1:], context, IGNORED),
         is_bos=_filled(is_bos[1:], context, False),
-        documents=_filled(ids[:-1] - ids[:1], context, ids[-1] - ids[0] if len(ids) else 0),
+        documents=_filled(ids[:-1] - ids[:1], context, int(ids[-1] - ids[0]) if len(ids) else 0),
         document_ids=_filled(ids[1:], context, -1),
     )
 

@@ -59,7 +59,7 @@ class BigramBackcopy:
         for number in range(num_batches):
             yield self._batch([self._seed, 1, number], rank, num_ranks)
 
-    def is_trigger(self, tokens: Int[Tensor, "B T"]) -> Bool[Tensor, "B T"]:
+    def is_trigger(self, tokens: Int[Tensor, "*B T"]) -> Bool[Tensor, "*B T"]:
         """Where the token is a trigger; of the inputs: the queries that must copy back."""
         return (tokens >= self.triggers.start) & (tokens < self.triggers.stop)
 

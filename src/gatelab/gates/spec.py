@@ -7,7 +7,7 @@ Attention for Large Language Models" (arXiv 2505.06708); its positions G1 to G5 
 from __future__ import annotations
 
 import math
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -86,7 +86,7 @@ class GateSpec(Settings):
     )
 
     @model_validator(mode="after")
-    def _refuse_impossible_pairs(self) -> Self:
+    def _refuse_impossible_pairs(self) -> GateSpec:
         for axis, value, other, other_value, reason in self._impossible_pairs():
             raise ValueError(f"{axis}={value} with {other}={other_value} is impossible: {reason}")
         if self.position in ("query", "key") and self.placement is None:

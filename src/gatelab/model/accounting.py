@@ -85,3 +85,16 @@ def flops_per_token_training(settings: ModelSettings, context: int, recompute: b
 def training_state_bytes(settings: ModelSettings) -> int:
     """Bytes of float32 weights and gradients and AdamW's two moments: 16 for each parameter, activations apart."""
     return BYTES_OF_TRAINING_STATE * count_parameters(settings).total
+
+
+def describe_cost(settings: ModelSettings, context: int, recompute: bool = False) -> dict[str, int | float]:
+    """The figures of this module by name; ``flops_per_token`` is that of training."""
+    counts = count_parameters(settings)
+    return {
+        "parameters": counts.total,
+        "active_parameters": counts.active,
+        "gate_parameters": counts.gates,
+        "flops_per_token": flops_per_token_training(settings, context, recompute),
+        "flops_per_token_forward": flops_per_token_forward(settings, context),
+        "training_state_bytes": training_state_bytes(settings),
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
@@ -16,6 +16,7 @@ from gatelab.model.rope import Rotation, rotate
 from gatelab.model.settings import ModelSettings
 
 
+@runtime_checkable
 class LayerCache(Protocol):
     """What remembers one layer's keys and values while decoding."""
 
@@ -24,6 +25,7 @@ class LayerCache(Protocol):
         ...
 
 
+@runtime_checkable
 class AttentionRecorder(Protocol):
     """What looks at an attention layer from outside; see ``gatelab.diagnose.recorder``."""
 

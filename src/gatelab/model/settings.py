@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Self
 
 from pydantic import Field, model_validator
 
@@ -32,7 +31,7 @@ class MixtureSettings(Settings):
     shared_width: int | None = Field(default=None, gt=0, description="width of an expert that sees every token")
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> MixtureSettings:
         if self.experts_per_token > self.num_experts:
             raise ValueError(f"experts_per_token={self.experts_per_token} exceeds num_experts={self.num_experts}")
         return self
@@ -77,7 +76,7 @@ class ModelSettings(Settings):
         return tuple(gate for gate in self.gates if gate.on_layer(layer))
 
     @model_validator(mode="after")
-    def _check_sizes(self) -> Self:
+    def _check_sizes(self) -> ModelSettings:
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; "
@@ -98,7 +97,7 @@ class ModelSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def _check_gates(self) -> Self:
+    def _check_gates(self) -> ModelSettings:
         for gate in self.gates:
             if gate.prefix_channels is not None and gate.prefix_channels > self.width:
                 raise ValueError(f"a gate reads prefix_channels={gate.prefix_channels} of width={self.width} channels")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from typing import Literal
 
 from pydantic import Field, model_validator
 
@@ -33,7 +33,7 @@ class ScheduleSettings(Settings):
     final_fraction: float = Field(default=0.1, ge=0, le=1, description="rate of the last step / peak")
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> ScheduleSettings:
         if self.kind == "cosine" and self.decay_steps:
             raise ValueError(f"kind=cosine with decay_steps={self.decay_steps} is impossible: it decays all the way")
         return self
@@ -90,7 +90,7 @@ class TrainSettings(Settings):
     tensorboard: bool = Field(default=False, description="also write TensorBoard events; needs the extra 'track'")
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> TrainSettings:
         if self.sequences_per_step % self.accumulation:
             raise ValueError(
                 f"sequences_per_step={self.sequences_per_step} is not divisible by accumulation={self.accumulation}"
@@ -113,7 +113,7 @@ class RunSettings(Settings):
     train: TrainSettings = TrainSettings()
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check(self) -> RunSettings:
         if self.data.context > self.model.max_context:
             raise ValueError(
                 f"data.context={self.data.context} exceeds model.max_context={self.model.max_context}, the longest "

@@ -1,0 +1,32 @@
+# Two commands need nothing but Python 3.11+, pip and make: `make demo` and `make test`.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+
+.PHONY: demo test check shapes clean
+
+demo: $(VENV)/.runtime
+	$(BIN)/gatelab demo
+
+test: $(VENV)/.development check
+	$(BIN)/pytest -m "not network and not peer and not gpu"
+	$(BIN)/pytest --jaxtyping-packages=gatelab,beartype.beartype -m "not compile and not network and not peer and not gpu and not slow" tests/gates tests/model tests/diagnose tests/train
+
+check: $(VENV)/.development
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+$(VENV)/.runtime: pyproject.toml constraints.txt
+	$(PYTHON) -c 'import sys; sys.exit("GateLab needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else 0'
+	test -d $(VENV) || $(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable .
+	touch $@
+
+$(VENV)/.development: $(VENV)/.runtime
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,hf,track]'
+	touch $@
+
+clean:
+	rm -rf $(VENV)

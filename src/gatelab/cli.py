@@ -1,0 +1,160 @@
+"""The command ``gatelab``. Commands import what they need when they run, so that ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+
+app = typer.Typer(
+    name="gatelab",
+    help="A workbench for gated attention: design a gate, train with it, compare it, look inside.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+Recipe = Annotated[str, typer.Argument(help="name of a recipe, see `gatelab recipes`")]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Argument(help="key=value words: gate=NAME, match=parameters, train.steps=500", metavar="[KEY=VALUE]..."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
+Cache = Annotated[Path, typer.Option(help="folder for downloads and token shards")]
+DEFAULT_CACHE = Path.home() / ".cache" / "gatelab"
+
+
+@app.command()
+def demo(
+    out: Annotated[Path, typer.Option(help="folder of the three runs and the report")] = Path("runs/demo"),
+    cache: Cache = DEFAULT_CACHE,
+) -> None:
+    """Train an ungated and two gated decoders on real text and write a report; run again to continue."""
+    from gatelab.report.page import write_page
+    from gatelab.report.progress import TrainingProgress
+    from gatelab.report.tables import to_terminal
+    from gatelab.study.page import result_table, study_page
+    from gatelab.study.presets import DEMO
+    from gatelab.study.runner import compare_with_baseline, run_study
+
+    console = Console()
+    with TrainingProgress(console) as progress:
+        runs = run_study(DEMO, out, cache, progress)
+    differences = compare_with_baseline(DEMO, runs)
+    report = out / "report.html"
+    write_page(study_page(DEMO, runs, differences, f"gatelab demo --out {out}"), report)
+    console.print(to_terminal(result_table(runs, differences)))
+    console.print("One seed: the intervals are of the held-out text alone.", *runs[0].attributions, sep="\n")
+    console.print(f"Report: {report.resolve()}", soft_wrap=True)
+
+
+@app.command()
+def train(
+    recipe: Recipe,
+    assignments: Assignments = None,
+    out: Annotated[Path | None, typer.Option(help="the run's folder; runs/RECIPE when left out")] = None,
+    cache: Cache = DEFAULT_CACHE,
+) -> None:
+    """Train one decoder; run again to continue where it was."""
+    from gatelab.recipes.table import resolve
+    from gatelab.report.progress import TrainingProgress
+    from gatelab.train.loop import train as train_run
+
+    settings = resolve(recipe, assignments or [])
+    folder = out or Path("runs") / recipe
+    with TrainingProgress(Console()) as progress:
+        result = train_run(settings, folder, cache, progress)
+    typer.echo(json.dumps({"heldout": result["heldout"], "measurement": result["measurement"]}, indent=1))
+    typer.echo(f"Run folder: {folder.resolve()}")
+
+
+@app.command()
+def variants(
+    as_json: AsJson = False,
+    width: Annotated[int, typer.Option(help="D, for the added parameters")] = 2048,
+    heads: Annotated[int, typer.Option(help="H, query heads")] = 32,
+    kv_heads: Annotated[int, typer.Option(help="K, key/value heads")] = 4,
+    head_size: Annotated[int, typer.Option(help="C")] = 128,
+    layers: Annotated[int, typer.Option(help="L")] = 24,
+) -> None:
+    """List every named gate: axes, origin, added parameters (default shape: the paper's 15A2B), initial value."""
+    from gatelab.gates.catalogue import list_variants
+    from gatelab.gates.spec import AttentionShape
+    from gatelab.report.tables import Column, Table, to_terminal
+
+    shape = AttentionShape.parse({"width": width, "num_heads": heads, "num_kv_heads": kv_heads, "head_size": head_size})
+    rows = list_variants(shape, layers)
+    if as_json:
+        typer.echo(json.dumps([row.to_mapping() for row in rows], indent=1))
+        return
+    columns = [
+        Column("name", "name"),
+        Column("axes", "axes that differ"),
+        Column("origin", "origin"),
+        Column("parameters", "added parameters", ",d"),
+        Column("initial", "initial score", align="right"),
+    ]
+    cells = [
+        {
+            "name": row.name,
+            "axes": row.describe_axes(),
+            "origin": row.origin,
+            "parameters": row.parameters,
+            "initial": ", ".join(f"{score:.4g}" for score in row.initial_scores) or None,
+        }
+        for row in rows
+    ]
+    Console().print(to_terminal(Table(columns, cells)))
+
+
+@app.command()
+def recipes() -> None:
+    """List the recipes."""
+    from gatelab.recipes.table import RECIPES
+
+    for name, recipe in RECIPES.items():
+        typer.echo(f"{name:18} {(recipe.__doc__ or '').strip().splitlines()[0]}")
+
+
+@app.command()
+def settings(recipe: Recipe, assignments: Assignments = None) -> None:
+    """Print the resolved settings of a recipe as YAML."""
+    from gatelab.recipes.table import resolve
+
+    typer.echo(resolve(recipe, assignments or []).to_yaml(), nl=False)
+
+
+@app.command()
+def params(recipe: Recipe, assignments: Assignments = None, as_json: AsJson = False) -> None:
+    """Count parameters, floating point operations and training memory without building the model."""
+    from gatelab.model.accounting import describe_cost
+    from gatelab.recipes.table import resolve
+
+    run = resolve(recipe, assignments or [])
+    cost = describe_cost(run.model, run.data.context, run.train.recompute)
+    if as_json:
+        typer.echo(json.dumps(cost, indent=1))
+        return
+    for name, value in cost.items():
+        typer.echo(f"{name:26} {value:>22,}")
+
+
+def main() -> None:
+    """Run the command; a mistake of the user or the system is one sentence and exit code 2."""
+    try:
+        app()
+    except (ValueError, OSError) as error:
+        sys.exit(_fail(str(error), 2))
+    except ArithmeticError as error:
+        sys.exit(_fail(str(error), 1))
+    except KeyboardInterrupt:
+        sys.exit(_fail("stopped; the same command continues where it was", 130))
+
+
+def _fail(message: str, code: int) -> int:
+    print(f"gatelab: {message}", file=sys.stderr)
+    return code

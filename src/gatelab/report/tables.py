@@ -1,0 +1,121 @@
+"""One table definition, printed in a terminal, on a report page and in Markdown.
+
+Cells are plain values. ``None`` is a value that does not exist and prints as an en dash; a number that is not finite
+prints as ``NaN``, ``inf`` or ``-inf``; a pair of numbers prints as an interval.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import rich.table
+from rich.text import Text
+
+MISSING = "–"
+
+# C0 and C1 controls start escape sequences in a terminal; the bidirectional ones reorder the text around them.
+_UNSAFE_IN_TERMINAL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
+_MARKDOWN_SIGNS = re.compile(r"[\\|`*\[\]<>~]|(?<!\w)_|_(?!\w)")
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of tidy rows: its key in each row, its name for readers, and how its numbers are written.
+
+    ``format`` is Python's format specification for numbers (``.3f``, ``,d``, ``.1%``); text is written as it is. A
+    column with a format is set right and one without left, unless ``align`` says otherwise. Raises ``ValueError`` for
+    a format that no number has.
+    """
+
+    key: str
+    title: str
+    format: str = ""
+    unit: str = ""
+    align: Literal["left", "right"] | None = None
+
+    def __post_init__(self) -> None:
+        try:
+            format(0, self.format)
+        except ValueError:
+            raise ValueError(
+                f"column {self.key!r}: {self.format!r} is no format for numbers; write one like .3f or ,d"
+            ) from None
+        if self.align is None:
+            object.__setattr__(self, "align", "right" if self.format else "left")
+
+    @property
+    def heading(self) -> str:
+        """The title with its unit in brackets."""
+        return f"{self.title} ({self.unit})" if self.unit else self.title
+
+    def text(self, value: object) -> str:
+        """One cell as text."""
+        match value:
+            case None:
+                return MISSING
+            case bool():
+                return "yes" if value else "no"
+            case int() | float():
+                return self._number(value)
+            case (int() | float() as low, int() | float() as high):
+                return f"[{self._number(low)}, {self._number(high)}]"
+            case _:
+                return str(value)
+
+    def _number(self, value: float) -> str:
+        if not math.isfinite(value):
+            return "NaN" if math.isnan(value) else str(value)
+        return format(value, self.format)
+
+
+@dataclass(frozen=True)
+class Table:
+    """Columns, and rows that hold a value under each column's key (an absent key counts as ``None``)."""
+
+    columns: Sequence[Column]
+    rows: Sequence[Mapping[str, Any]]
+    caption: str = ""
+
+    def cells(self) -> list[list[str]]:
+        """The text of each cell, row by row."""
+        return [[column.text(row.get(column.key)) for column in self.columns] for row in self.rows]
+
+
+def to_terminal(table: Table) -> rich.table.Table:
+    """The table for ``console.print``; no cell can style the terminal or move its cursor."""
+    view = rich.table.Table(title=_terminal_text(table.caption) if table.caption else None, title_justify="left")
+    for column in table.columns:
+        view.add_column(_terminal_text(column.heading), justify=column.align or "left")
+    for cells in table.cells():
+        view.add_row(*map(_terminal_text, cells))
+    return view
+
+
+def to_markdown(table: Table) -> str:
+    """The table as GitHub Markdown, with every sign of Markdown or HTML in a text escaped."""
+    lines = [
+        [_markdown_text(column.heading) for column in table.columns],
+        ["---:" if column.align == "right" else ":---" for column in table.columns],
+    ]
+    for row in table.rows:
+        cells = [(row.get(column.key), column) for column in table.columns]
+        lines.append([_markdown_text(v) if isinstance(v, str) else column.text(v) for v, column in cells])
+    body = "".join(f"| {' | '.join(line)} |\n" for line in lines)
+    return f"{_markdown_text(table.caption)}\n\n{body}" if table.caption else body
+
+
+def _terminal_text(text: str) -> Text:
+    return Text(safe_for_terminal(text))
+
+
+def safe_for_terminal(text: str) -> str:
+    """The text with each control character replaced, so that a name from a file can't drive the terminal."""
+    return _UNSAFE_IN_TERMINAL.sub("\ufffd", text)
+
+
+def _markdown_text(text: str) -> str:
+    return _MARKDOWN_SIGNS.sub(r"\\\g<0>", " ".join(text.split()))

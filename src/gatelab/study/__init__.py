@@ -1,0 +1,1 @@
+"""Comparing arms under equal conditions."""

@@ -1,0 +1,67 @@
+"""Visibility and positions against loops over rows, queries and keys."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from gatelab.model.masks import PADDING, document_mask, positions_in_documents, suffix_mask
+
+
+def visible_by_loops(documents: Tensor, num_queries: int, causal: bool) -> Tensor:
+    num_rows, num_keys = documents.shape
+    mask = torch.zeros(num_rows, 1, num_queries, num_keys, dtype=torch.bool)
+    for b in range(num_rows):
+        for t in range(num_queries):
+            query = num_keys - num_queries + t
+            for key in range(num_keys):
+                same = documents[b, query] == documents[b, key] and documents[b, key] != PADDING
+                mask[b, 0, t, key] = key == query or (bool(same) and (key <= query or not causal))
+    return mask
+
+
+def positions_by_loops(documents: Tensor) -> Tensor:
+    positions = torch.zeros_like(documents)
+    for b in range(documents.shape[0]):
+        for t in range(1, documents.shape[1]):
+            if documents[b, t] == documents[b, t - 1]:
+                positions[b, t] = positions[b, t - 1] + 1
+    return positions
+
+
+@st.composite
+def packed_rows(draw: st.DrawFn) -> Tensor:
+    """Rows of documents, numbered upwards with gaps, with padding on either side."""
+    num_tokens, num_rows = draw(st.integers(1, 12)), draw(st.integers(1, 3))
+    rows = []
+    for _ in range(num_rows):
+        left = draw(st.integers(0, num_tokens))
+        steps = [draw(st.sampled_from([0, 0, 1, 3])) for _ in range(draw(st.integers(0, num_tokens - left)))]
+        numbers = torch.tensor(steps, dtype=torch.int64).cumsum(0).tolist()
+        rows.append([PADDING] * left + numbers + [PADDING] * (num_tokens - left - len(numbers)))
+    return torch.tensor(rows)
+
+
+@settings(deadline=None)
+@given(packed_rows(), st.data(), st.booleans())
+def test_document_mask_equals_loops(documents: Tensor, data: st.DataObject, causal: bool) -> None:
+    num_queries = data.draw(st.integers(1, documents.shape[1]))
+    mask = document_mask(documents, num_queries, causal)
+    assert torch.equal(mask, visible_by_loops(documents, num_queries, causal))
+    assert mask.any(-1).all(), "every query sees a key, so no softmax is empty"
+
+
+@settings(deadline=None)
+@given(packed_rows())
+def test_positions_equal_loops(documents: Tensor) -> None:
+    assert torch.equal(positions_in_documents(documents), positions_by_loops(documents))
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 9), (4, 9), (9, 9)])
+def test_suffix_mask_is_the_end_of_the_triangle(num_queries: int, num_keys: int) -> None:
+    triangle = torch.ones(num_keys, num_keys, dtype=torch.bool).tril()
+    mask = suffix_mask(num_queries, num_keys, torch.device("cpu"))
+    assert torch.equal(mask, triangle[-num_queries:][None, None])

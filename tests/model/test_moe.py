@@ -1,0 +1,178 @@
+"""The mixture of experts against loops over tokens and experts; the grouped kernel against the plain product."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gatelab.model import moe
+from gatelab.model.moe import MixtureOfExperts, balance_loss, grouped_linear, router_z_loss
+from gatelab.model.settings import MixtureSettings
+
+B, T, D, E, K, F_EXPERT = 3, 17, 40, 5, 2, 24
+
+
+def random_mixture(dtype: torch.dtype = torch.float64, **changes: object) -> MixtureOfExperts:
+    settings = MixtureSettings(**{"num_experts": E, "experts_per_token": K, "expert_width": F_EXPERT, **changes})  # type: ignore[arg-type]
+    mixture = MixtureOfExperts(settings, D).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in mixture.parameters():
+        parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    return mixture
+
+
+def random_states(dtype: torch.dtype = torch.float64, seed: int = 1) -> Tensor:
+    return torch.randn(B, T, D, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def swiglu(x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    opened = gate @ x
+    return down @ (opened / (1 + torch.exp(-opened)) * (up @ x))
+
+
+def mixture_by_loops(mixture: MixtureOfExperts, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Output (B T D), balance loss, z-loss and chosen experts (B T k), one token and one expert at a time."""
+    outputs, probabilities, log_partitions, chosen = [], [], [], []
+    for token in x.flatten(0, 1):
+        logits = torch.stack([row @ token for row in mixture.gate.weight])
+        exponentials = torch.exp(logits)
+        p = exponentials / exponentials.sum()
+        best = sorted(range(E), key=lambda e: -p[e].item())[: mixture.experts_per_token]
+        total = sum(p[e] for e in best) if mixture.renormalize else 1.0
+        output = torch.zeros_like(token)
+        for e in best:
+            gate, up = mixture.experts.gate_up_proj[e][:F_EXPERT], mixture.experts.gate_up_proj[e][F_EXPERT:]
+            output = output + p[e] / total * swiglu(token, gate, up, mixture.experts.down_proj[e])
+        if mixture.shared_expert is not None:
+            shared = mixture.shared_expert
+            weights = (shared.gate_proj.weight, shared.up_proj.weight, shared.down_proj.weight)
+            output = output + swiglu(token, *weights)
+        outputs.append(output)
+        probabilities.append(p)
+        log_partitions.append(torch.log(exponentials.sum()))
+        chosen.append(best)
+    num_tokens = len(outputs)
+    balance = sum(
+        sum(e in best for best in chosen) / num_tokens * sum(p[e] for p in probabilities) / num_tokens for e in range(E)
+    )
+    z_loss = sum(log_partition**2 for log_partition in log_partitions) / num_tokens
+    assert isinstance(balance, Tensor) and isinstance(z_loss, Tensor)
+    choices = torch.tensor(chosen).view(B, T, -1)
+    return torch.stack(outputs).view_as(x), E / mixture.experts_per_token * balance, z_loss, choices
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{}, {"renormalize": False}, {"shared_width": 28}, {"experts_per_token": 1}, {"experts_per_token": E}],
+    ids=["renormalised", "not renormalised", "shared expert", "top-1", "all experts"],
+)
+def test_outputs_losses_and_all_gradients_equal_loops(changes: dict[str, object]) -> None:
+    mixture, x = random_mixture(**changes), random_states().requires_grad_()
+    output, statistics = mixture(x)
+    statistics = type(statistics)(*(rows[None] for rows in statistics))  # one layer
+    balance, z_loss = balance_loss(statistics), router_z_loss(statistics)
+    expected, expected_balance, expected_z_loss, choices = mixture_by_loops(mixture, x)
+    torch.testing.assert_close(output, expected, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(balance, expected_balance, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(z_loss, expected_z_loss, rtol=1e-10, atol=1e-10)
+    assert statistics.assignments[0].tolist() == [(choices == e).sum().item() for e in range(E)]
+    assert statistics.num_tokens.tolist() == [B * T]
+
+    upstream = random_states(seed=2)
+    wanted = [x, *mixture.parameters()]
+    actual_gradients = torch.autograd.grad((output * upstream).sum() + 3 * balance + 2 * z_loss, wanted)
+    expected_gradients = torch.autograd.grad(
+        (expected * upstream).sum() + 3 * expected_balance + 2 * expected_z_loss, wanted
+    )
+    for actual, wished in zip(actual_gradients, expected_gradients, strict=True):
+        torch.testing.assert_close(actual, wished, rtol=1e-9, atol=1e-9)
+
+
+@pytest.fixture
+def grouped_calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Row counts of the calls of the grouped kernel."""
+    calls, kernel = [], F.grouped_mm
+
+    def counted(x: Tensor, weight: Tensor, *, offs: Tensor) -> Tensor:
+        calls.append(tuple(offs.tolist()))
+        return kernel(x, weight, offs=offs)
+
+    monkeypatch.setattr(moe.F, "grouped_mm", counted)
+    return calls
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)], ids=str)
+def test_grouped_kernel_equals_the_loop(
+    dtype: torch.dtype, tolerance: float, grouped_calls: list[tuple[int, ...]]
+) -> None:
+    """Rows of 16 bytes take the kernel; it is compared with float64, which never does."""
+    mixture = random_mixture(dtype)
+    exact = random_mixture()
+    exact.load_state_dict(mixture.state_dict())
+    x = random_states(dtype).requires_grad_()
+    exact_x = x.detach().double().requires_grad_()
+    rows = torch.randint(E, (B * T,), generator=torch.Generator().manual_seed(0)).bincount(minlength=E).cumsum(0).int()
+    upstream = random_states(dtype, seed=2)
+
+    output = mixture.experts(x.flatten(0, 1), rows).view_as(x)
+    assert grouped_calls == [tuple(rows.tolist())] * 2
+    expected = exact.experts(exact_x.flatten(0, 1), rows).view_as(x)
+    assert len(grouped_calls) == 2
+    wanted = ["experts.gate_up_proj", "experts.down_proj"]
+    ours = torch.autograd.grad(output, [x, *(mixture.get_parameter(name) for name in wanted)], upstream)
+    theirs = torch.autograd.grad(expected, [exact_x, *(exact.get_parameter(n) for n in wanted)], upstream.double())
+    for actual, wished in zip([output, *ours], [expected, *theirs], strict=True):
+        assert actual.dtype == dtype
+        assert ((actual - wished).abs().max() / wished.abs().max()).item() < tolerance
+
+
+@pytest.mark.parametrize(
+    ("num_inputs", "num_outputs", "dtype"),
+    [(40, 54, torch.float32), (42, 48, torch.float32), (12, 16, torch.bfloat16), (40, 48, torch.float64)],
+)
+def test_sizes_that_the_kernel_refuses_take_the_loop(
+    num_inputs: int, num_outputs: int, dtype: torch.dtype, grouped_calls: list[tuple[int, ...]]
+) -> None:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(9, num_inputs, generator=generator).to(dtype)
+    weight = torch.randn(3, num_outputs, num_inputs, generator=generator).to(dtype)
+    product = grouped_linear(x, weight, torch.tensor([4, 4, 9], dtype=torch.int32))
+    assert not grouped_calls
+    assert torch.equal(product, torch.cat([x[:4] @ weight[0].T, x[4:] @ weight[2].T]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_no_token_is_dropped_when_all_choose_one_expert(dtype: torch.dtype) -> None:
+    """And the gradient of the experts without tokens is exactly zero."""
+    mixture = random_mixture(dtype, experts_per_token=1)
+    mixture.gate.weight.data.fill_(-1.0)[3] = 1.0
+    x = random_states(dtype).abs()
+    output, statistics = mixture(x)
+    assert statistics.assignments.tolist() == [0, 0, 0, B * T, 0]
+    gate, up = mixture.experts.gate_up_proj[3].chunk(2)
+    expected = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), mixture.experts.down_proj[3])
+    tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
+    torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
+    assert (output != 0).any(-1).all()
+    output.sum().backward()  # an expanded gradient, which the grouped kernel must be given as a dense one
+    for weight in (mixture.experts.gate_up_proj, mixture.experts.down_proj):
+        assert weight.grad is not None
+        moved = weight.grad.flatten(1).abs().amax(1)
+        assert moved[3] > 0 and (moved[[0, 1, 2, 4]] == 0).all()
+
+
+def test_one_expert_is_a_feedforward_layer() -> None:
+    mixture, x = random_mixture(num_experts=1, experts_per_token=1), random_states()
+    gate, up = mixture.experts.gate_up_proj[0].chunk(2)
+    expected = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), mixture.experts.down_proj[0])
+    torch.testing.assert_close(mixture(x)[0], expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_router_probabilities_are_float32_at_least(dtype: torch.dtype) -> None:
+    output, statistics = random_mixture(dtype)(random_states(dtype))
+    assert output.dtype == dtype
+    assert {rows.dtype for rows in statistics} == {torch.promote_types(dtype, torch.float32)}
+    assert statistics.probabilities.sum().item() == pytest.approx(B * T, rel=1e-6)

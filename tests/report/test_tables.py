@@ -1,0 +1,102 @@
+from __future__ import annotations
+
+import io
+import math
+
+import pytest
+from markdown_it import MarkdownIt
+from rich.console import Console
+
+from gatelab.report.tables import Column, Table, to_markdown, to_terminal
+
+
+def printed(table: Table) -> str:
+    output = io.StringIO()
+    Console(file=output, width=100, force_terminal=True, color_system="truecolor", _environ={}).print(
+        to_terminal(table)
+    )
+    return output.getvalue()
+
+
+@pytest.mark.parametrize(
+    ("value", "format", "text"),
+    [
+        (1.23456, ".3f", "1.235"),
+        (1234567, ",d", "1,234,567"),
+        (0.0421, "+.1%", "+4.2%"),
+        (7, "", "7"),
+        (None, ".3f", "–"),
+        (math.nan, ".3f", "NaN"),
+        (math.inf, ",d", "inf"),
+        (-math.inf, ".1%", "-inf"),
+        (True, ".3f", "yes"),
+        (False, "", "no"),
+        ((-0.14, 0.05), ".2f", "[-0.14, 0.05]"),
+        ((math.nan, 1.0), ".1f", "[NaN, 1.0]"),
+        ("elementwise", ".3f", "elementwise"),
+    ],
+)
+def test_a_cell_is_written_in_its_columns_format(value: object, format: str, text: str) -> None:
+    assert Column("key", "Title", format).text(value) == text
+
+
+def test_a_format_that_no_number_has_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"column 'loss': '\.3q' is no format for numbers; write one like \.3f or ,d"):
+        Column("loss", "Loss", ".3q")
+
+
+def test_numbers_are_set_right_and_the_unit_stands_in_the_heading() -> None:
+    assert [Column("a", "A").align, Column("b", "B", ".1f").align, Column("c", "C", align="right").align] == [
+        "left",
+        "right",
+        "right",
+    ]
+    assert Column("loss", "Loss", unit="nats").heading == "Loss (nats)"
+    assert Column("loss", "Loss").heading == "Loss"
+
+
+def test_an_absent_key_counts_as_missing() -> None:
+    assert Table([Column("a", "A"), Column("b", "B")], [{"a": "x"}]).cells() == [["x", "–"]]
+
+
+def test_the_terminal_table_shows_every_cell() -> None:
+    table = Table([Column("arm", "Arm"), Column("loss", "Loss", ".3f")], [{"arm": "headwise", "loss": 4.5}], "Results")
+    lines = printed(table).splitlines()
+    assert "Results" in lines[0]
+    assert any("headwise" in line and "4.500" in line for line in lines)
+
+
+def test_a_name_can_not_drive_the_terminal() -> None:
+    hostile = "[red]a[/red]\x1b]0;title\x07\x9b31m\u202egnp\n"
+    text = printed(Table([Column("arm", hostile)], [{"arm": hostile}], hostile))
+    assert text.count("[red]a[/red]") == 3
+    assert not any(sign in text for sign in ("\x1b]", "\x07", "\x9b", "\u202e"))
+
+
+def test_markdown_is_a_github_table() -> None:
+    table = Table([Column("arm", "Arm"), Column("loss", "Loss", ".2f", unit="nats")], [{"arm": "a", "loss": -4.5}, {}])
+    assert to_markdown(table) == "| Arm | Loss (nats) |\n| :--- | ---: |\n| a | -4.50 |\n| – | – |\n"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "a|b",
+        "a\\|b",
+        "<script>alert(1)</script>",
+        "[click](javascript:alert(1))",
+        "`code` *bold* _emphasis_ ~~gone~~",
+        "sdpa_elementwise",
+    ],
+)
+def test_markdown_shows_a_name_as_it_is(name: str) -> None:
+    markdown = to_markdown(Table([Column("arm", "Arm"), Column("loss", "Loss")], [{"arm": name, "loss": 1}], "About"))
+    tokens = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(markdown)
+    cells = [token.children for token in tokens if token.type == "inline"]
+    assert ["".join(part.content for part in cell or []) for cell in cells] == ["About", "Arm", "Loss", name, "1"]
+    assert {part.type for cell in cells for part in cell or []} == {"text"}
+
+
+def test_markdown_keeps_a_row_on_one_line() -> None:
+    assert to_markdown(Table([Column("a", "A")], [{"a": "two\nlines"}])).splitlines()[-1] == "| two lines |"
+    assert "sdpa_elementwise" in to_markdown(Table([Column("a", "A")], [{"a": "sdpa_elementwise"}]))
