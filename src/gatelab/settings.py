@@ -47,7 +47,7 @@ class Settings(BaseModel):
 
     def to_yaml(self) -> str:
         """The record as YAML text, every field written out, in the order of its definition."""
-        return yaml.safe_dump(self.to_mapping(), sort_keys=False, allow_unicode=True)
+        return yaml.safe_dump(self.to_mapping(), sort_keys=False)
 
     def with_overrides(self, overrides: Iterable[str]) -> Self:
         """A copy with ``dotted.path=value`` assignments applied; values are read as YAML.

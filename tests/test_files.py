@@ -1,0 +1,53 @@
+"""Atomic writes: complete or absent."""
+
+import hashlib
+import shutil
+
+import pytest
+
+from gatelab.files import atomic_path, remove_leftovers, require_free_space, sha256, write_atomically
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path):
+    file = tmp_path / "result.json"
+    write_atomically(file, "old")
+    with pytest.raises(RuntimeError), atomic_path(file) as temporary:
+        temporary.write_text("half")
+        raise RuntimeError
+    assert file.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_a_folder_appears_whole_or_not_at_all(tmp_path):
+    target = tmp_path / "step_1"
+    with pytest.raises(RuntimeError), atomic_path(target) as temporary:
+        temporary.mkdir()
+        (temporary / "a").write_text("x")
+        raise RuntimeError
+    assert list(tmp_path.iterdir()) == []
+    with atomic_path(target) as temporary:
+        temporary.mkdir()
+        (temporary / "a").write_text("x")
+        assert not target.exists()
+    assert (target / "a").read_text() == "x"
+
+
+def test_leftovers_of_a_kill_are_removed_and_nothing_else(tmp_path):
+    (tmp_path / ".step_1.abcdef01.tmp").mkdir()
+    (tmp_path / ".file.abcdef02.tmp").write_text("half")
+    (tmp_path / "kept.tmp").write_text("mine")
+    remove_leftovers(tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == ["kept.tmp"]
+
+
+def test_sha256(tmp_path):
+    content = bytes(range(256)) * 9000
+    write_atomically(tmp_path / "f", content)
+    assert sha256(tmp_path / "f") == hashlib.sha256(content).hexdigest()
+
+
+def test_too_little_space_is_said_before_any_work(tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10, 5, 5_000_000))
+    require_free_space(tmp_path / "new" / "folder", 4_000_000, "a checkpoint")
+    with pytest.raises(OSError, match="a checkpoint needs about 6 MB but only 5 MB are free under"):
+        require_free_space(tmp_path / "new" / "folder", 6_000_000, "a checkpoint")
