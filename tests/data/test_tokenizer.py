@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
-from tokenizers import models
+from tokenizers import models, pre_tokenizers
 
 from gatelab.data.tokenizer import Tokenizer, train_tokenizer
 
@@ -56,12 +56,13 @@ def test_a_saved_tokenizer_is_the_same(tokenizer: Tokenizer, tmp_path: Path):
 def test_any_special_token_can_start_documents():
     backend = Backend(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]"))
     backend.add_special_tokens(["<s>", "</s>"])
+    backend.pre_tokenizer = pre_tokenizers.Whitespace()
     backend.enable_truncation(1)
     with pytest.raises(ValueError, match=r"no special token '<\|bos\|>' to start documents with; .*<s>, </s>"):
         Tokenizer.from_text(backend.to_str())
     loaded = Tokenizer.from_text(backend.to_str(), bos_token="</s>")
     assert (loaded.bos_id, loaded.vocab_size) == (4, 5)
-    assert loaded.encode_batch(["a"]) == [[0]]
+    assert loaded.encode_batch(["a b", "a"]) == [[0, 1], [0]], "nothing is cut off"
 
 
 def test_a_tokenizer_without_special_tokens_is_refused():

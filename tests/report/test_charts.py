@@ -74,7 +74,7 @@ def test_a_missing_column_is_named() -> None:
 
 def test_a_key_that_is_no_name_is_refused() -> None:
     with pytest.raises(ValueError, match=r"'Loss': column key 'a\.b' is no name"):
-        line_chart([{"a.b": 1}], Column("a.b", "Step"), LOSS, ARM, "Loss")
+        line_chart([{"a.b": 1, "arm": "a", "loss": 2.0}], Column("a.b", "Step"), LOSS, ARM, "Loss")
 
 
 @pytest.mark.parametrize("value", [0.0, -1.0, math.nan])
@@ -101,6 +101,24 @@ def test_a_line_breaks_where_a_number_is_not_finite(tmp_path: Path) -> None:
     paths = [element.get("d", "") for element in svg.iter() if element.get("aria-roledescription") == "line mark"]
     assert [path.count("M") for path in paths] == [2]
     assert "8.0" in texts(svg) or "8" in texts(svg)  # the axis spans the finite values
+
+
+@pytest.mark.parametrize("log_y", [False, True])
+def test_a_constant_is_labelled_with_its_value(tmp_path: Path, log_y: bool) -> None:
+    rows = [{"arm": "a", "step": step, "loss": 0.3} for step in range(3)]
+    written = texts(svg_of(line_chart(rows, STEP, LOSS, ARM, "Loss", log_y=log_y), tmp_path))
+    assert {"0.27", "0.30", "0.33"} <= {text[:4] for text in written}
+
+
+def test_whole_numbers_have_no_ticks_between_them(tmp_path: Path) -> None:
+    rows = [{"arm": "a", "layer": layer, "share": 0.1 + layer / 10} for layer in range(3)]
+    written = texts(svg_of(line_chart(rows, LAYER, SHARE, ARM, "By layer"), tmp_path))
+    assert written[: written.index("Layer")] == ["0", "1", "2"]
+
+
+def test_a_logarithmic_axis_has_readable_ticks() -> None:
+    assert style.log_ticks([3.0, 40.0]) == [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0]
+    assert style.log_ticks([0.002, 40.0]) == pytest.approx([1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0])
 
 
 def test_the_series_differ_without_colour_too() -> None:
@@ -145,8 +163,9 @@ def test_a_floor_is_a_labelled_dashed_rule(tmp_path: Path) -> None:
     chart = line_chart(layer_rows(), LAYER, SHARE, ARM, "By layer", reference=FLOOR)
     rule = layers_with(chart.to_dict(), "rule")[0]
     assert data_of(chart.to_dict(), rule)[0]["share"] == 0.0133
-    assert "uniform attention: 0.0133" in texts(svg_of(chart, tmp_path))
-    rules = [element for element in svg_of(chart, tmp_path).iter() if element.get("stroke-dasharray") == "3,3"]
+    svg = svg_of(chart, tmp_path)
+    assert "uniform attention: 0.0133" in texts(svg)
+    rules = [element for element in svg.iter() if element.get("stroke-dasharray") == "3,3"]
     assert len(rules) == 1
 
 
@@ -192,7 +211,7 @@ def test_a_colour_scale_starts_at_zero_or_at_the_smallest_negative_value() -> No
 
     assert domain([0.2, 0.5, math.nan]) == [0.0, 0.5]
     assert domain([-0.3, 0.5]) == [-0.3, 0.5]
-    assert domain([math.nan]) == [0.0, 0.0]
+    assert domain([math.nan]) == domain([0.0, 0.0]) == [0.0, 1.0]
 
 
 def test_a_heat_map_takes_one_floor() -> None:
@@ -226,6 +245,13 @@ def test_bars_of_a_series_stand_beside_each_other(tmp_path: Path) -> None:
     written = texts(svg_of(chart, tmp_path))
     assert [text for text in written if re.fullmatch(r"1\d\d\.\d", text)] == [f"{row['speed']:.1f}" for row in rows]
     assert {"eager", "fast", *ARMS} <= set(written)
+
+
+def test_a_bar_without_a_value_keeps_its_place_and_a_negative_one_its_label(tmp_path: Path) -> None:
+    rows = [{"arm": "a", "speed": -3.0}, {"arm": "b", "speed": 2.0}, {"arm": "c", "speed": None}]
+    svg = svg_of(bar_chart(rows, ARM, Column("speed", "Speed", ".2f"), "Speed"), tmp_path)
+    assert {"a", "b", "c", "−3.00", "2.00"} <= set(texts(svg))
+    assert sum(element.get("aria-roledescription") == "bar" for element in svg.iter()) == 2
 
 
 def test_an_interval_is_drawn_between_its_columns() -> None:

@@ -22,6 +22,10 @@ HOSTILE = (
     "\u202egnihtemos\u202c",
 )
 NUM_CHARTS = 6
+CLIPPED_TEXTS = """[...document.querySelectorAll('.chart svg text')].filter((text) => {
+  const inner = text.getBoundingClientRect(), outer = text.closest('.chart').getBoundingClientRect();
+  return inner.left < outer.left - 1 || inner.right > outer.right + 1 || inner.top < outer.top - 1;
+}).map((text) => text.textContent)"""
 
 
 class Document(HTMLParser):
@@ -112,7 +116,7 @@ def test_a_long_table_of_data_is_cut_and_says_so() -> None:
     html = render(Page("Title", "Lead", "command", [Section("Loss", content=[figure])]))
     assert "Data of this figure, 1,234 rows" in html
     assert "The first 200 rows are shown." in html
-    assert html.count("<tr>") == 201
+    assert html.split("<script")[0].count("<tr>") == 201
 
 
 def test_parts_that_are_not_given_leave_no_trace() -> None:
@@ -170,8 +174,7 @@ def test_the_page_is_drawn_offline(
     page = open_page(plain_page, width=width, dark=dark)
     assert_all_is_drawn(page)
     assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
-    widest = "Math.max(...[...document.querySelectorAll('.chart svg')].map(svg => svg.getBoundingClientRect().width))"
-    assert page.evaluate(f"{widest} <= document.querySelector('.chart').clientWidth")
+    assert page.evaluate(CLIPPED_TEXTS) == []
     background = page.evaluate("getComputedStyle(document.documentElement).backgroundColor")
     assert background == ("rgb(20, 23, 27)" if dark else "rgb(255, 255, 255)")
 
@@ -193,7 +196,7 @@ def test_hostile_text_is_shown_as_text(hostile_page: Path, open_page: Callable[.
     assert page.evaluate("document.title") == f"Three arms{suffix}"
     for selector in ("h1", ".lead", ".command code", "nav a", "h2", "h3", "figcaption", "th", "td", "dt", "dd", "li"):
         shown = page.evaluate(f"[...document.querySelectorAll({selector!r})].map(e => e.textContent)")
-        assert any(text.endswith(suffix) or text in HOSTILE for text in shown), selector
+        assert any(text.strip().endswith(suffix) or text in HOSTILE for text in shown), selector
     drawn = page.evaluate("[...document.querySelectorAll('.chart svg text')].map(e => e.textContent)")
     for name in HOSTILE:
         assert name in drawn, name  # in legends, axes and panels

@@ -66,11 +66,10 @@ def line_chart(
     if log_y and min(values, default=0) <= 0:
         raise ValueError(f"{title!r} has a logarithmic axis, but the values of {y.key!r} are not all positive")
     names = values_of(data, series)
-    x_axis = _quantity(alt.X, x, data, scale=alt.Scale(nice=False))
-    y_axis = _quantity(alt.Y, y, data, scale=alt.Scale(zero=False, padding=16))
-    if log_y:
-        axis = alt.Axis(values=style.log_ticks(values))
-        y_axis = _quantity(alt.Y, y, data, scale=alt.Scale(type="log", nice=False, padding=16), axis=axis)
+    x_axis = _quantity(alt.X, x, data, scale=style.scale_of(numbers_of(data, [x]), nice=False))
+    y_scale = style.scale_of(values + _reference_values(reference), log=log_y, padding=16)
+    y_ticks = {"axis": alt.Axis(values=style.log_ticks(values))} if log_y and len(set(values)) > 1 else {}
+    y_axis = _quantity(alt.Y, y, data, scale=y_scale, **y_ticks)
     color = style.color_of(series, names)
 
     layers = []
@@ -107,10 +106,12 @@ def bar_chart(
     data = tidy(rows, columns, title)
     groups = series or category
     names = values_of(data, groups)
-    y_axis = alt.Y(field=category.key, type="nominal", title=None, sort=None, axis=style.NAME_AXIS)
+    y_axis = _name_axis(category, data)
     x_axis = _quantity(alt.X, value, data)
     bars = alt.Chart().mark_bar(cornerRadiusEnd=1.5).encode(y_axis, x_axis, tooltip=style.tooltip_of(columns))
-    texts = alt.Chart().mark_text(align="left", dx=5).encode(y_axis, x_axis, text=style.text_of(value))
+    right_end = f"isValid(datum.{value.key}) ? max(0, datum.{value.key}) : null"
+    texts = alt.Chart().mark_text(align="left", dx=5).transform_calculate(right_end=right_end)
+    texts = texts.encode(y_axis, alt.X("right_end:Q", title=value.heading), text=style.text_of(value))
     if series:
         offset = alt.YOffset(field=series.key, type="nominal", sort=None)
         bars, texts = bars.encode(offset, style.color_of(series, names, symbol="square")), texts.encode(offset)
@@ -135,8 +136,9 @@ def dot_interval_chart(
     columns = [name, estimate, *ends]
     data = tidy(rows, columns, title)
     names = values_of(data, name)
-    y_axis = alt.Y(field=name.key, type="nominal", title=None, sort=None, axis=style.NAME_AXIS)
-    x_axis = _quantity(alt.X, estimate, data, scale=alt.Scale(zero=False, padding=12))
+    y_axis = _name_axis(name, data)
+    values = numbers_of(data, columns[1:]) + _reference_values(reference)
+    x_axis = _quantity(alt.X, estimate, data, scale=style.scale_of(values, padding=12))
     low, high = alt.X(field=ends[0].key, type="quantitative", title=estimate.heading), alt.X2(field=ends[1].key)
     color = style.color_of(name, names)
     spans = alt.Chart().mark_rule(strokeWidth=2.5).encode(y_axis, low, high, color)
@@ -203,7 +205,8 @@ def heat_map(
             raise ValueError(f"{title!r}: a heat map has one colour scale, so its floor is one number, not several")
         start = floor.value
         heading = f"{value.heading}, from {floor.label} ({value.text(start)})"
-    scale = alt.Scale(domain=[start, max([start, *values])], clamp=True, nice=False)
+    end = max([start, *values])
+    scale = alt.Scale(domain=[start, end if end > start else start + 1], clamp=True, nice=False)
     legend = alt.Legend(title=heading, gradientLength=200, gradientThickness=8, **style.scale_format(value))
     num_x, num_y = len(values_of(data, x)), len(values_of(data, y))
     panels = values_of(data, panel) if panel else [""]
@@ -258,6 +261,12 @@ def _quantity(channel: type, column: Column, data: Rows, **options: Any) -> Any:
     return channel(field=column.key, type="quantitative", **options)
 
 
+def _name_axis(column: Column, data: Rows) -> alt.Y:
+    """Names from top to bottom in the order of the rows; a name without a value keeps its place."""
+    scale = alt.Scale(domain=values_of(data, column))
+    return alt.Y(field=column.key, type="nominal", title=None, sort=None, scale=scale, axis=style.NAME_AXIS)
+
+
 def _outline(data: Rows, low: Column, high: Column, share: Column, series: Column) -> list[dict[str, Any]]:
     """The corners of each series' steps, closed at the right edge of the last bin."""
     corners = []
@@ -266,6 +275,12 @@ def _outline(data: Rows, low: Column, high: Column, share: Column, series: Colum
         corners += [{series.key: name, low.key: row[low.key], share.key: row[share.key]} for row in bins]
         corners.append({series.key: name, low.key: bins[-1][high.key], share.key: bins[-1][share.key]})
     return corners
+
+
+def _reference_values(reference: Reference | None) -> list[float]:
+    if reference is None:
+        return []
+    return list(reference.value.values()) if isinstance(reference.value, Mapping) else [reference.value]
 
 
 def _reference_layers(

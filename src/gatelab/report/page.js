@@ -16,7 +16,7 @@
     const columns = Math.max(1, Math.floor((width - 60) / usermeta.legend_entry_width));
     return {
       ...config,
-      legend: { ...config.legend, columns },
+      legend: { ...config.legend, columns, titleLimit: width - 60 },
       axisX: { ...config.axisX, titleLimit: width, titleAnchor: width < 480 ? "end" : "middle" },
       axisY: { ...config.axisY, labelLimit: Math.min(config.axisY.labelLimit, 0.4 * width) },
     };

@@ -39,7 +39,7 @@ PAPER = Colors(
     background="#ffffff",
     series=("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#7f7f7f"),
 )
-"""Okabe and Ito's colours without yellow and black, which vanish on white paper and on a dark page."""
+"""Okabe and Ito's colours and a grey, without yellow and black, which vanish on white paper and on a dark page."""
 
 
 def chart_config(colors: Colors, font: str = "Helvetica, Arial, sans-serif") -> dict[str, Any]:
@@ -139,11 +139,19 @@ def _value_format(column: Column) -> dict[str, Any]:
     return {"type": "nominal", "format": "", "formatType": "toString"}
 
 
-def axis_of(column: Column, values: Sequence[Any]) -> alt.Axis:
+def axis_of(column: Column, values: Sequence[float]) -> alt.Axis:
     """The axis of a column of numbers; between whole numbers there is no tick."""
-    whole = all(isinstance(value, int) for value in values)
-    step = {"tickMinStep": 1} if whole else {}
-    return alt.Axis(tickCount=6, labelOverlap="greedy", labelSeparation=8, **step, **scale_format(column))
+    whole = bool(values) and all(isinstance(value, int) for value in values)
+    num_ticks = max(1, min(6, max(values) - min(values))) if whole else 6
+    return alt.Axis(tickCount=num_ticks, labelOverlap="greedy", labelSeparation=8, **scale_format(column))
+
+
+def scale_of(values: Sequence[float], *, log: bool = False, **options: Any) -> alt.Scale:
+    """A scale over these values that need not start at zero; around a single value it is linear and has a width."""
+    if len(set(values)) == 1:
+        width = abs(values[0]) / 10 or 1.0
+        return alt.Scale(domain=[values[0] - width, values[0] + width], **options)
+    return alt.Scale(type="log", nice=False, **options) if log else alt.Scale(zero=False, **options)
 
 
 def log_ticks(values: Sequence[float]) -> list[float]:
