@@ -10,7 +10,7 @@ demo: $(VENV)/.runtime
 
 test: $(VENV)/.development check
 	$(BIN)/pytest -m "not network and not peer and not gpu"
-	$(BIN)/pytest --jaxtyping-packages=gatelab,beartype.beartype -m "not compile and not network and not peer and not gpu and not slow" tests/gates tests/model tests/diagnose tests/train
+	$(BIN)/pytest --jaxtyping-packages=gatelab.gates,gatelab.model,gatelab.diagnose,gatelab.train,beartype.beartype -m "not compile and not network and not peer and not gpu and not slow" tests/gates tests/model tests/diagnose tests/train
 
 check: $(VENV)/.development
 	$(BIN)/ruff check .

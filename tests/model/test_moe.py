@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -156,7 +158,7 @@ def test_no_token_is_dropped_when_all_choose_one_expert(dtype: torch.dtype) -> N
     tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 5e-2}[dtype]
     torch.testing.assert_close(output, expected, rtol=tolerance, atol=tolerance)
     assert (output != 0).any(-1).all()
-    output.sum().backward()  # an expanded gradient, which the grouped kernel must be given as a dense one
+    output.sum().backward()
     for weight in (mixture.experts.gate_up_proj, mixture.experts.down_proj):
         assert weight.grad is not None
         moved = weight.grad.flatten(1).abs().amax(1)
@@ -176,3 +178,20 @@ def test_router_probabilities_are_float32_at_least(dtype: torch.dtype) -> None:
     assert output.dtype == dtype
     assert {rows.dtype for rows in statistics} == {torch.promote_types(dtype, torch.float32)}
     assert statistics.probabilities.sum().item() == pytest.approx(B * T, rel=1e-6)
+
+
+@pytest.mark.compile
+@pytest.mark.skipif(shutil.which("g++") is None, reason="torch.compile needs a C++ compiler")
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor:UserWarning")  # torch's own, at graph breaks
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_compiled_mixture_equals_the_plain_one(dtype: torch.dtype) -> None:
+    """Compiled graphs hold the grouped kernel in bfloat16 alone; in float32 it runs between them."""
+    mixture, x = random_mixture(dtype), random_states(dtype)
+    plain, compiled = mixture(x)[0], torch.compile(mixture, dynamic=False)(x)[0]
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    upstream = random_states(dtype, seed=2)
+    wanted = list(mixture.parameters())
+    ours = torch.autograd.grad(compiled, wanted, upstream)
+    theirs = torch.autograd.grad(plain, wanted, upstream)
+    for actual, wished in zip([compiled, *ours], [plain, *theirs], strict=True):
+        assert ((actual - wished).abs().max() / wished.abs().max()).item() < tolerance

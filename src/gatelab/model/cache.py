@@ -41,7 +41,10 @@ class KVCache:
     def extend_documents(
         self, documents: Int[Tensor, "B T"] | None, ids: Int[Tensor, "B T"]
     ) -> Int[Tensor, "B S"] | None:
-        """Note the newest tokens; without document numbers they continue the last document of their row."""
+        """Note the newest tokens; without document numbers they continue the last document of their row.
+
+        Tokens from before the first numbers count as document 0. Raises ``ValueError`` where padding would go on.
+        """
         past = self.documents
         if documents is not None and past is None and self.length:
             past = torch.zeros(len(ids), self.length, dtype=torch.int64, device=ids.device)

@@ -105,9 +105,10 @@ class Decoder(nn.Module):
     ) -> Hidden:
         """States after the final norm.
 
-        ``documents`` numbers the document of each token: tokens see their own document only and positions start
-        again with each; -1 marks padding. ``cache`` holds earlier tokens and takes these; documents then number these
-        tokens alone. Raises ``ValueError`` for sequences beyond ``settings.max_context``.
+        ``documents`` numbers the document of each token, one run of equal numbers for each document of a row: tokens
+        see their own document only and positions start again with each; -1 marks padding. ``cache`` holds earlier
+        tokens and takes these; documents then number these tokens alone. Raises ``ValueError`` for sequences beyond
+        ``settings.max_context``.
         """
         rotation, mask, counted = self._where(ids, documents, cache)
         x = self.model.embed_tokens(ids)

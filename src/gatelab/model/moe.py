@@ -81,25 +81,21 @@ def grouped_linear(
 ) -> Float[Tensor, "M O"]:
     """Row group e times ``weight[e]`` transposed.
 
-    One grouped kernel where PyTorch has it: not for float64 and not for rows that are no multiple of 16 bytes.
+    One grouped kernel where PyTorch has it: not for float64, and not for rows that are no multiple of 16 bytes.
     """
-    row_bytes = [size * x.element_size() for size in weight.shape[1:]]
-    if x.dtype != torch.float64 and all(size % 16 == 0 for size in row_bytes):
-        return _DenseGradient.apply(F.grouped_mm(x, weight.transpose(1, 2), offs=ends))
+    has_kernel = x.dtype != torch.float64 and all(size * x.element_size() % 16 == 0 for size in weight.shape[1:])
+    if has_kernel and x.dtype == torch.bfloat16:
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
+    return _grouped_linear_outside_graphs(x, weight, ends, has_kernel)
+
+
+@torch.compiler.disable(reason="the size of each group is known at run time alone")
+def _grouped_linear_outside_graphs(x: Tensor, weight: Tensor, ends: Tensor, has_kernel: bool) -> Tensor:
+    """What compiled graphs cannot hold: the kernel in other dtypes than bfloat16, and groups of unknown size."""
+    if has_kernel:
+        return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     groups = torch.tensor_split(x, ends[:-1].long().cpu())
     return torch.cat([F.linear(group, expert) for group, expert in zip(groups, weight, strict=True)])
-
-
-class _DenseGradient(torch.autograd.Function):
-    """Identity whose gradient is contiguous, as the backward of the grouped kernel needs it."""
-
-    @staticmethod
-    def forward(ctx: object, x: Tensor) -> Tensor:
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: object, *gradients: Tensor) -> Tensor:
-        return gradients[0].contiguous()
 
 
 class MixtureOfExperts(nn.Module):
