@@ -7,7 +7,7 @@ import pytest
 from markdown_it import MarkdownIt
 from rich.console import Console
 
-from gatelab.report.tables import Column, Table, to_markdown, to_terminal
+from gatelab.report.tables import MISSING, Column, Table, to_markdown, to_terminal, transposed
 
 
 def printed(table: Table) -> str:
@@ -100,3 +100,14 @@ def test_markdown_shows_a_name_as_it_is(name: str) -> None:
 def test_markdown_keeps_a_row_on_one_line() -> None:
     assert to_markdown(Table([Column("a", "A")], [{"a": "two\nlines"}])).splitlines()[-1] == "| two lines |"
     assert "sdpa_elementwise" in to_markdown(Table([Column("a", "A")], [{"a": "sdpa_elementwise"}]))
+
+
+def test_transposed_has_a_row_for_each_column_and_the_same_cells():
+    columns = [Column("arm", "arm"), Column("loss", "loss", ".2f", "nats"), Column("gate", "gate", ".1%")]
+    table = Table(
+        columns, [{"arm": "a", "loss": 1.0, "gate": None}, {"arm": "b", "loss": 2.5, "gate": 0.125}], "caption"
+    )
+    turned = transposed(table, "figure")
+    assert [column.heading for column in turned.columns] == ["figure", "a", "b"]
+    assert turned.cells() == [["loss (nats)", "1.00", "2.50"], ["gate", MISSING, "12.5%"]]
+    assert turned.caption == "caption"

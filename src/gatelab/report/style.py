@@ -99,9 +99,13 @@ def chart_config(colors: Colors, font: str = "Helvetica, Arial, sans-serif") -> 
 
 
 def color_of(series: Column, names: Sequence[str], symbol: str | None = None) -> alt.Color:
-    """Colour by series in the order of ``names``; with a ``symbol``, a legend where there are two or more."""
-    legend = alt.Legend(title=None, symbolType=symbol) if len(names) > 1 and symbol else None
-    return alt.Color(field=series.key, type="nominal", scale=alt.Scale(domain=names), sort=None, legend=legend)
+    """Colour by series in the order of the column's own names, else of ``names``.
+
+    With a ``symbol`` it has a legend where there are two or more.
+    """
+    legend = alt.Legend(title=None, symbolType=symbol, values=names) if len(names) > 1 and symbol else None
+    scale = alt.Scale(domain=series.names or names)
+    return alt.Color(field=series.key, type="nominal", scale=scale, sort=None, legend=legend)
 
 
 def legend_entry_width(names: Sequence[object]) -> int:
@@ -111,14 +115,16 @@ def legend_entry_width(names: Sequence[object]) -> int:
 
 def dash_of(series: Column, names: Sequence[str]) -> alt.StrokeDash:
     """A dash for each series, so that lines differ in grey too; it shares the colour's legend."""
-    scale = alt.Scale(domain=names, range=list(islice(cycle(DASHES), len(names))))
-    legend = alt.Legend(title=None, symbolType="stroke") if len(names) > 1 else None
+    domain = series.names or names
+    scale = alt.Scale(domain=domain, range=list(islice(cycle(DASHES), len(domain))))
+    legend = alt.Legend(title=None, symbolType="stroke", values=names) if len(names) > 1 else None
     return alt.StrokeDash(field=series.key, type="nominal", scale=scale, sort=None, legend=legend)
 
 
 def shape_of(series: Column, names: Sequence[str]) -> alt.Shape:
     """A point shape for each series."""
-    scale = alt.Scale(domain=names, range=list(islice(cycle(SHAPES), len(names))))
+    domain = series.names or names
+    scale = alt.Scale(domain=domain, range=list(islice(cycle(SHAPES), len(domain))))
     return alt.Shape(field=series.key, type="nominal", scale=scale, sort=None, legend=None)
 
 

@@ -27,8 +27,9 @@ class Column:
     """A column of tidy rows: its key in each row, its name for readers, and how its numbers are written.
 
     ``format`` is Python's format specification for numbers (``.3f``, ``,d``, ``.1%``); text is written as it is. A
-    column with a format is set right and one without left, unless ``align`` says otherwise. Raises ``ValueError`` for
-    a format that no number has.
+    column with a format is set right and one without left, unless ``align`` says otherwise. ``names`` fixes the order,
+    and so the colours, of a column that separates series, for charts that show only some of them. Raises
+    ``ValueError`` for a format that no number has.
     """
 
     key: str
@@ -36,6 +37,7 @@ class Column:
     format: str = ""
     unit: str = ""
     align: Literal["left", "right"] | None = None
+    names: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         try:
@@ -93,6 +95,20 @@ def to_terminal(table: Table) -> rich.table.Table:
     for cells in table.cells():
         view.add_row(*map(_terminal_text, cells))
     return view
+
+
+def transposed(table: Table, heading: str) -> Table:
+    """The same cells with a row for each column: many figures of a few things, readable in a narrow terminal."""
+    first, *figures = table.columns
+    columns = [
+        Column("heading", heading),
+        *(Column(str(n), first.text(row.get(first.key)), align="right") for n, row in enumerate(table.rows)),
+    ]
+    rows = [
+        {"heading": column.heading, **{str(n): column.text(row.get(column.key)) for n, row in enumerate(table.rows)}}
+        for column in figures
+    ]
+    return Table(columns, rows, table.caption)
 
 
 def to_markdown(table: Table) -> str:

@@ -14,42 +14,44 @@ from gatelab.study.study import Study
 from gatelab.train.metrics import running_median
 
 Differences = dict[str, TextDifference]
-_ARM = Column("arm", "arm")
 _STEP = Column("step", "training step", ",d")
 _SMOOTHING = 15
 
 
 def result_table(runs: list[ArmRun], differences: Differences) -> Table:
-    """One row for each arm: what it cost, how well it predicts, and what its attention does."""
+    """One row for each arm: how well it predicts, and what its attention does."""
     columns = [
-        _ARM,
+        _arm(runs),
         Column("parameters", "parameters", ",d"),
         Column("perplexity", "held-out perplexity", ".2f"),
-        Column("relative", "against ungated, 95 %", "+.1%"),
+        Column("relative", "against baseline", "+.1%"),
+        Column("interval", "95 %, text only", "+.1%"),
         Column("bits_per_byte", "bits per byte", ".4f"),
-        Column("first_token", "first-token attention, worst layer", ".3f"),
-        Column("floor", "its uniform floor", ".3f"),
-        Column("largest", "largest hidden value", ".0f"),
+        Column("first_token", "first-token attention", ".4f"),
+        Column("largest", "largest |h|", ".1f"),
         Column("gate", "mean gate", ".3f"),
-        Column("tokens_per_second", "tokens/s", ",.0f"),
     ]
-    return Table(columns, [_result_row(run, differences.get(run.name)) for run in runs])
+    floor = _measured_summary(runs[0])["first_token_attention_floor"]
+    caption = (
+        f"First-token attention is that of the worst layer; uniform attention gives {floor:.4f}. One seed: the "
+        "intervals are of the held-out text alone."
+    )
+    return Table(columns, [_result_row(run, differences.get(run.name)) for run in runs], caption)
 
 
 def _result_row(run: ArmRun, difference: TextDifference | None) -> dict[str, Any]:
-    heldout, measured = _heldout(run), run.measurement["summary"]
-    relative = None if difference is None else (difference.relative_perplexity.low, difference.relative_perplexity.high)
+    heldout, measured = _heldout(run), _measured_summary(run)
+    relative = None if difference is None else difference.relative_perplexity
     return {
         "arm": run.name,
         "parameters": run.result["parameters"],
         "perplexity": heldout["perplexity"],
-        "relative": relative,
+        "relative": None if relative is None else relative.value,
+        "interval": None if relative is None else (relative.low, relative.high),
         "bits_per_byte": heldout["bits_per_byte"],
         "first_token": measured["first_token_attention_worst_layer"],
-        "floor": measured["first_token_attention_floor"],
         "largest": measured["largest_activation"],
         "gate": measured["gate_mean"],
-        "tokens_per_second": run.result["tokens_per_second"],
     }
 
 
@@ -74,20 +76,19 @@ def study_page(study: Study, runs: list[ArmRun], differences: Differences, comma
 
 
 def _lead(study: Study, runs: list[ArmRun], differences: Differences) -> str:
-    baseline = next(run for run in runs if run.name == study.baseline)
-    sentences = [
-        f"{run.name}: {differences[run.name].relative_perplexity.value:+.1%} held-out perplexity, worst layer's "
-        f"first-token attention {_worst(run):.3f} against {_worst(baseline):.3f}."
-        for run in runs
-        if run.name != study.baseline
-    ]
-    floor = baseline.measurement["summary"]["first_token_attention_floor"]
-    return (
-        f"Compared with {study.baseline}: {' '.join(sentences)} Uniform attention would give {floor:.3f}.\n\n"
+    relative = ", ".join(f"{name} {one.relative_perplexity.value:+.1%}" for name, one in differences.items())
+    measured = {run.name: _measured_summary(run) for run in runs}
+    attention = ", ".join(f"{name} {one['first_token_attention_worst_layer']:.3f}" for name, one in measured.items())
+    largest = ", ".join(f"{name} {one['largest_activation']:.0f}" for name, one in measured.items())
+    floor = _measured_summary(runs[0])["first_token_attention_floor"]
+    text = (
+        f"Held-out perplexity against {study.baseline}: {relative}. First-token attention in the worst layer: "
+        f"{attention}; uniform attention would give {floor:.3f}. Largest hidden value: {largest}.\n\n"
         "Each arm was trained once, with the same seed, initial weights and batches. The intervals say how far the "
         "choice of held-out text moves a difference; they say nothing about other seeds. One seed shows how the "
         "measurements are read; it does not show that a gate helps."
     )
+    return text.replace(" -", " \N{MINUS SIGN}")
 
 
 def _result_text(runs: list[ArmRun]) -> str:
@@ -114,7 +115,7 @@ def _learning(runs: list[ArmRun]) -> Section:
     loss = Column("loss", "cross-entropy", ".3f", "nats per token")
     content = [
         Figure(
-            line_chart(training, _STEP, loss, _ARM, "Training loss"),
+            line_chart(training, _STEP, loss, _arm(runs), "Training loss"),
             "All arms read the same batches in the same order.",
             f"Mean cross-entropy over a step's target tokens; running median of {_SMOOTHING} steps.",
         )
@@ -122,7 +123,7 @@ def _learning(runs: list[ArmRun]) -> Section:
     if heldout:
         content.append(
             Figure(
-                line_chart(heldout, _STEP, loss, _ARM, "Held-out loss on the way"),
+                line_chart(heldout, _STEP, loss, _arm(runs), "Held-out loss on the way"),
                 "Scored on the first windows of the held-out text only; the table above has all of it.",
             )
         )
@@ -136,7 +137,7 @@ def _smoothed(rows: list[dict[str, Any]]) -> list[tuple[dict[str, Any], float]]:
 
 def _quality(study: Study, runs: list[ArmRun], differences: Differences) -> Section:
     columns = [
-        _ARM,
+        _arm(runs),
         Column("perplexity", "relative perplexity", "+.2%"),
         Column("perplexity_interval", "95 % (text only)", "+.2%"),
         Column("bits", "bits per byte", "+.4f"),
@@ -149,7 +150,7 @@ def _quality(study: Study, runs: list[ArmRun], differences: Differences) -> Sect
     drawn = [{"arm": name, **relative._asdict()} for name, (relative, _) in differences.items()]
     chart = dot_interval_chart(
         drawn,
-        _ARM,
+        _arm(runs),
         Column("value", f"held-out perplexity against {study.baseline}", "+.1%"),
         ("low", "high"),
         "Difference in held-out perplexity",
@@ -193,7 +194,7 @@ def _attention(runs: list[ArmRun]) -> Section:
         "uniform floor at the same length.",
         [
             Figure(
-                line_chart(way, _STEP, share, _ARM, "Worst layer while training", reference=uniform),
+                line_chart(way, _STEP, share, _arm(runs), "Worst layer while training", reference=uniform),
                 "The layer with most first-token attention, mean over its heads, measured on a few held-out windows.",
                 definition,
             ),
@@ -204,7 +205,7 @@ def _attention(runs: list[ArmRun]) -> Section:
                     Column("layer", "layer", "d"),
                     share,
                     "Every head after training",
-                    panel=_ARM,
+                    panel=_arm(runs),
                     floor=uniform,
                 ),
                 "Heads at or under the floor look alike.",
@@ -225,7 +226,7 @@ def _activations(runs: list[ArmRun]) -> Section:
         rows,
         Column("layer", "layer", "d"),
         Column("largest", "largest |h|", ".1f"),
-        _ARM,
+        _arm(runs),
         "Hidden-state maxima",
         log_y=True,
     )
@@ -234,7 +235,7 @@ def _activations(runs: list[ArmRun]) -> Section:
 
 
 def _gates(runs: list[ArmRun]) -> list[Section]:
-    gated = [run for run in runs if run.measurement["summary"]["gate_mean"] is not None]
+    gated = [run for run in runs if _measured_summary(run)["gate_mean"] is not None]
     if not gated:
         return []
     layers = [
@@ -249,20 +250,20 @@ def _gates(runs: list[ArmRun]) -> list[Section]:
         for shares in [_histogram(run)]
         for number, share in enumerate(shares)
     ]
-    score = Column("low", "gate score", ".2f")
-    mean_score = Column("mean", "mean gate score", ".3f")
+    score, share = Column("low", "gate score", ".2f"), Column("share", "share of scores", ".1%")
+    layer, mean_score = Column("layer", "layer", "d"), Column("mean", "mean gate score", ".3f")
     return [
         Section(
             "Gates",
             "A score of 1 lets the head's output pass, 0 shuts it. A fresh sigmoid gate starts at 0.5.",
             [
                 Figure(
-                    histogram(bins, score, "high", Column("share", "share of scores", ".1%"), _ARM, "All gate scores"),
+                    histogram(bins, score, "high", share, _arm(runs), "All gate scores"),
                     "Over all layers, tokens, heads and, for elementwise gates, channels.",
                     context=_measured(runs),
                 ),
                 Figure(
-                    line_chart(layers, Column("layer", "layer", "d"), mean_score, _ARM, "Mean gate score by layer"),
+                    line_chart(layers, layer, mean_score, _arm(runs), "Mean gate score by layer"),
                     "Mean over tokens and heads.",
                 ),
             ],
@@ -278,7 +279,7 @@ def _histogram(run: ArmRun) -> list[float]:
 
 def _cost(runs: list[ArmRun]) -> Section:
     columns = [
-        _ARM,
+        _arm(runs),
         Column("parameters", "parameters", ",d"),
         Column("gate_parameters", "in gates", ",d"),
         Column("tokens", "training tokens", ",d"),
@@ -291,7 +292,7 @@ def _cost(runs: list[ArmRun]) -> Section:
     ]
     rows = [{"arm": run.name, "megaflops": run.result["flops_per_token_training"] / 1e6, **run.result} for run in runs]
     speeds = [{"arm": run.name, "tokens_per_second": run.result["tokens_per_second"]} for run in runs]
-    chart = bar_chart(speeds, _ARM, Column("tokens_per_second", "tokens/s", ",.0f"), "Training speed")
+    chart = bar_chart(speeds, _arm(runs), Column("tokens_per_second", "tokens/s", ",.0f"), "Training speed")
     text = (
         "Speed is the median over steps; the arms ran one after another, so a difference of a few percent may be the "
         "machine's. The peak is the best of twenty matrix products of size 1,024 in the same process."
@@ -307,9 +308,14 @@ def _measured(runs: list[ArmRun]) -> str:
     )
 
 
-def _worst(run: ArmRun) -> float:
-    return run.measurement["summary"]["first_token_attention_worst_layer"]
+def _measured_summary(run: ArmRun) -> dict[str, Any]:
+    return run.measurement["summary"]
 
 
 def _heldout(run: ArmRun) -> dict[str, Any]:
     return next(iter(run.result["heldout"].values()))
+
+
+def _arm(runs: list[ArmRun]) -> Column:
+    """The column that names the arm, which has one colour on the whole page."""
+    return Column("arm", "arm", names=[run.name for run in runs])
