@@ -69,6 +69,7 @@ def train(
     with TrainingProgress(Console()) as progress:
         result = train_run(settings, folder, cache, progress)
     typer.echo(json.dumps({"heldout": result["heldout"], "measurement": result["measurement"]}, indent=1))
+    typer.echo("\n".join(json.loads((folder / "data.json").read_text(encoding="utf-8"))["attributions"]))
     typer.echo(f"Run folder: {folder.resolve()}")
 
 
@@ -131,16 +132,19 @@ def settings(recipe: Recipe, assignments: Assignments = None) -> None:
 @app.command()
 def params(recipe: Recipe, assignments: Assignments = None, as_json: AsJson = False) -> None:
     """Count parameters, floating point operations and training memory without building the model."""
+    import inspect
+
     from gatelab.model.accounting import describe_cost
-    from gatelab.recipes.table import resolve
+    from gatelab.recipes.table import RECIPES, resolve
 
     run = resolve(recipe, assignments or [])
     cost = describe_cost(run.model, run.data.context, run.train.recompute)
     if as_json:
         typer.echo(json.dumps(cost, indent=1))
         return
+    typer.echo(f"{inspect.getdoc(RECIPES[recipe])}\n")
     for name, value in cost.items():
-        typer.echo(f"{name:26} {value:>22,}")
+        typer.echo(f"{name:24} {value:>22,.0f}")
 
 
 def main() -> None:

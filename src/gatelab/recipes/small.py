@@ -20,7 +20,7 @@ def demo(gate: str = "none", match: Match = "none") -> RunSettings:
     """4.3M parameters on Wikipedia introductions, a few minutes on two cores.
 
     Everything that is known to raise first-token attention early is on: BOS in every window, a high learning rate,
-    no q/k norm, deep and narrow.
+    many small steps, initial weights at the scale of 1 / sqrt(width), no q/k norm, deep and narrow.
     """
     model = ModelSettings(
         vocab_size=4096,
@@ -32,15 +32,16 @@ def demo(gate: str = "none", match: Match = "none") -> RunSettings:
         feedforward_width=512,
         max_context=512,
         qk_norm=False,
+        init_std=0.07,
     )
     return RunSettings(
         model=with_gate(model, find_variant(gate), match),
         data=DataSettings(train=CorpusSettings(heldout_fraction=0.01), context=512),
         train=TrainSettings(
-            steps=240,
-            sequences_per_step=8,
-            optimizer=OptimizerSettings(learning_rate=3e-3),
-            schedule=ScheduleSettings(warmup_steps=20),
+            steps=300,
+            sequences_per_step=4,
+            optimizer=OptimizerSettings(learning_rate=4e-3),
+            schedule=ScheduleSettings(warmup_steps=40),
             evaluation=EvaluationSettings(every=60, windows=16, measure_every=20),
             checkpoint=CheckpointSettings(every=20),
         ),
