@@ -24,7 +24,8 @@ class GateStatistics(NamedTuple):
 def gate_statistics(scores: Float[Tensor, "B T N C1"]) -> GateStatistics:
     """Over all samples, tokens, heads and channels. A headwise score counts once for its head."""
     scores = scores.float()
-    histogram = torch.histc(scores.clamp(0, 1), bins=HISTOGRAM_BINS, min=0, max=1)
+    # In float64, because a float32 bin stops counting at 2^24.
+    histogram = torch.histc(scores.clamp(0, 1).double(), bins=HISTOGRAM_BINS, min=0, max=1)
     return GateStatistics(
         mean=float(scores.mean()),
         below_tenth=float((scores < 0.1).float().mean()),

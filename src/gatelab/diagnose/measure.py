@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from gatelab.diagnose.attention import uniform_floor
 from gatelab.diagnose.recorder import LayerMeasurement, Recorder
 
-Attach = Callable[[nn.Module, Recorder], Any]
+Attach = Callable[[nn.Module, Recorder], AbstractContextManager[Any]]
 
 
 class Measurement(NamedTuple):
@@ -86,27 +86,36 @@ def measure(
     """Run ``model(tokens)`` once and measure every attention layer and layer output on the way.
 
     ``attach(model, recorder)`` is a context manager that connects the recorder to a foreign model; a GateLab decoder
-    needs none. The tokens are whole sequences: no padding, one document each. Nothing of the model changes, and a
-    compiled one runs uncompiled for this pass.
+    needs none. The sequences are whole: no padding, one document each, two tokens at least. Nothing of the model
+    changes, and a compiled one runs uncompiled for this pass.
     """
+    num_sequences, num_tokens = tokens.shape
+    if num_tokens < 2:
+        raise ValueError(f"sequences of {num_tokens} token say nothing about attention; measure at least 2")
     recorder = Recorder(causal)
-    was_training = model.training
-    with ExitStack() as stack:
-        stack.callback(model.train, was_training)
-        stack.enter_context((attach or attach_decoder)(model, recorder))
-        stack.enter_context(torch.compiler.set_stance("force_eager"))
-        model.eval()
+    with _in_eval_mode(model), (attach or attach_decoder)(model, recorder), torch.compiler.set_stance("force_eager"):
         model(tokens)
     if not recorder.layers:
         raise ValueError(f"no attention layer of {type(model).__name__} could be observed; pass attach=")
-    num_sequences, num_tokens = tokens.shape
     return Measurement(
         layers=[recorder.layers[index] for index in sorted(recorder.layers)],
         num_sequences=num_sequences,
         num_tokens=num_tokens,
         floor=uniform_floor(num_tokens, causal=causal),
-        floor_after_first=uniform_floor(num_tokens, skipped=1, causal=causal) if num_tokens > 1 else float("nan"),
+        floor_after_first=uniform_floor(num_tokens, skipped=1, causal=causal),
     )
+
+
+@contextmanager
+def _in_eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode for a while; every module then gets its own mode back."""
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, was_training in modes:
+            module.training = was_training
 
 
 @runtime_checkable
@@ -124,8 +133,8 @@ def attach_decoder(model: nn.Module, recorder: Recorder) -> Iterator[None]:
         for parent in model.modules():
             for attention in parent.children():
                 if isinstance(attention, Recordable):
+                    stack.callback(setattr, attention, "recorder", attention.recorder)
                     attention.recorder = recorder
-                    stack.callback(setattr, attention, "recorder", None)
                     handle = parent.register_forward_hook(_hidden_hook(attention.layer, recorder))
                     stack.callback(handle.remove)
         yield

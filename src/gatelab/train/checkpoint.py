@@ -1,8 +1,8 @@
 """Checkpoints that are complete or absent, and known by checksum.
 
-A checkpoint is a folder ``step_00000200``: ``model.safetensors`` (weights in layout L1, named in its metadata),
-``optimizer.pt`` (readable with ``weights_only``) and ``manifest.json`` with the SHA-256 of both. It is written under a
-temporary name and renamed, so that a kill at any moment leaves the one before it.
+A checkpoint is a folder ``step_00000200``: ``model.safetensors`` (weights in layout L1; the metadata names the layout
+and the model's settings), ``optimizer.pt`` (readable with ``weights_only``) and ``manifest.json`` with the SHA-256 of
+both. It is written under a temporary name and renamed, so that a kill at any moment leaves the one before it.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from pickle import UnpicklingError
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from gatelab.files import atomic_path, remove_leftovers, require_free_space, sha256
+from gatelab.files import atomic_path, require_free_space, sha256
 from gatelab.model.decoder import Decoder
 from gatelab.model.settings import ModelSettings
 
@@ -25,78 +26,99 @@ WEIGHTS, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.pt", "manifest.js
 
 
 def save_checkpoint(folder: Path, step: int, decoder: Decoder, optimizer: torch.optim.Optimizer, keep: int) -> Path:
-    """Save the state after ``step`` steps under ``folder`` and remove all but the ``keep`` newest checkpoints."""
+    """Save the state after ``step`` steps under ``folder`` and remove all but the ``keep`` newest checkpoints.
+
+    Raises ``OSError``, with nothing half-written, when the disk is full.
+    """
     num_bytes = 3 * sum(p.numel() * p.element_size() for p in decoder.parameters())
     require_free_space(folder, num_bytes, "a checkpoint")
     target = folder / f"step_{step:08d}"
     with atomic_path(target) as temporary:
         temporary.mkdir()
-        save_weights(temporary / WEIGHTS, decoder)
-        torch.save(optimizer.state_dict(), temporary / OPTIMIZER)
+        try:
+            _write_weights(temporary / WEIGHTS, decoder)
+            torch.save(optimizer.state_dict(), temporary / OPTIMIZER)
+        except (SafetensorError, RuntimeError) as error:
+            raise OSError(f"{target} could not be written; is the disk full? {error}") from error
         checksums = {name: sha256(temporary / name) for name in (WEIGHTS, OPTIMIZER)}
-        manifest = {"schema_version": SCHEMA_VERSION, "step": step, "sha256": checksums}
-        (temporary / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
+        (temporary / MANIFEST).write_text(_manifest(step, checksums), encoding="utf-8")
     for old in checkpoints(folder)[:-keep]:
-        shutil.rmtree(old)
+        leaving = old.replace(old.with_name(f".{old.name}.tmp"))
+        shutil.rmtree(leaving)
     return target
-
-
-def save_weights(path: Path, decoder: Decoder) -> None:
-    """Write the decoder's weights as safetensors, with the gate layout and the model's settings in the metadata."""
-    metadata = {"format": "pt", "gate_layout": LAYOUT, "model": decoder.settings.model_dump_json()}
-    save_file({name: tensor.contiguous() for name, tensor in decoder.state_dict().items()}, path, metadata)
 
 
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a folder, oldest first."""
-    return sorted(path.parent for path in folder.glob(f"step_*/{MANIFEST}"))
+    return sorted(folder.glob("step_" + 8 * "[0-9]"))
+
+
+def step_of(path: Path) -> int:
+    """The number of steps after which a checkpoint was saved."""
+    return int(path.name.removeprefix("step_"))
 
 
 def load_checkpoint(path: Path, decoder: Decoder, optimizer: torch.optim.Optimizer) -> int:
     """Restore weights and optimizer and return the number of steps done.
 
-    Raises ``ValueError`` that names the file when one is missing, damaged or of another schema.
+    Raises ``ValueError`` that names the file when one is missing, damaged, or of another schema, layout or model.
     """
-    step = _verify(path)
-    _load_weights(path / WEIGHTS, decoder)
-    optimizer.load_state_dict(torch.load(path / OPTIMIZER, weights_only=True))
-    return step
-
-
-def load_decoder(path: Path, settings: ModelSettings) -> Decoder:
-    """The decoder of a checkpoint, in eval mode; errors as for :func:`load_checkpoint`."""
     _verify(path)
+    _load_weights(path / WEIGHTS, decoder)
+    try:
+        optimizer.load_state_dict(torch.load(path / OPTIMIZER, weights_only=True))
+    except UnpicklingError:
+        raise ValueError(f"{path / OPTIMIZER} holds more than tensors and plain values, and is not opened") from None
+    return step_of(path)
+
+
+def load_decoder(path: Path) -> Decoder:
+    """The decoder of a checkpoint, float32 and in eval mode; errors as for :func:`load_checkpoint`."""
+    _verify(path)
+    with safe_open(path / WEIGHTS, framework="pt") as file:
+        settings = ModelSettings.parse(json.loads(file.metadata()["model"]))
     decoder = Decoder(settings)
     _load_weights(path / WEIGHTS, decoder)
     return decoder.eval()
 
 
-def clean(folder: Path) -> None:
-    """Remove what an interrupted save left behind."""
-    if folder.exists():
-        remove_leftovers(folder)
-
-
-def _verify(path: Path) -> int:
-    way_out = f"delete {path} to continue from the checkpoint before it"
-    try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
-        version, step, checksums = manifest["schema_version"], int(manifest["step"]), manifest["sha256"]
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(f"{path / MANIFEST} is unreadable; {way_out}") from None
-    if version != SCHEMA_VERSION:
-        raise ValueError(f"{path / MANIFEST} has schema version {version}, this GateLab reads {SCHEMA_VERSION}")
-    for name in (WEIGHTS, OPTIMIZER):
-        file = path / name
-        if not file.exists():
-            raise ValueError(f"{file} is missing; {way_out}")
-        if sha256(file) != checksums.get(name):
-            raise ValueError(f"{file} is damaged: its checksum is not that of the manifest; {way_out}")
-    return step
+def _write_weights(path: Path, decoder: Decoder) -> None:
+    metadata = {"format": "pt", "gate_layout": LAYOUT, "model": decoder.settings.model_dump_json()}
+    save_file({name: tensor.contiguous() for name, tensor in decoder.state_dict().items()}, path, metadata)
 
 
 def _load_weights(path: Path, decoder: Decoder) -> None:
+    with safe_open(path, framework="pt") as file:
+        layout = (file.metadata() or {}).get("gate_layout")
+    if layout != LAYOUT:
+        raise ValueError(f"{path} has gate layout {layout}, this GateLab trains on with {LAYOUT}")
     try:
         decoder.load_state_dict(load_file(path))
-    except (SafetensorError, RuntimeError) as error:
+    except RuntimeError as error:
         raise ValueError(f"{path} does not fit the model: {str(error).splitlines()[-1].strip()}") from None
+
+
+def _manifest(step: int, checksums: dict[str, str]) -> str:
+    return json.dumps({"schema_version": SCHEMA_VERSION, "step": step, "sha256": checksums}, indent=1) + "\n"
+
+
+def _verify(path: Path) -> None:
+    """Compare every byte of a checkpoint with what was written: the manifest's text, the other files' checksums."""
+    way_out = f"delete {path} to continue from the checkpoint before it"
+    file = path / MANIFEST
+    try:
+        text = file.read_text(encoding="utf-8")
+        manifest = json.loads(text)
+        version, checksums = manifest["schema_version"], dict(manifest["sha256"])
+    except (OSError, ValueError, KeyError, TypeError):
+        raise ValueError(f"{file} is missing or damaged; {way_out}") from None
+    if version != SCHEMA_VERSION:
+        raise ValueError(f"{file} has schema version {version}, this GateLab reads {SCHEMA_VERSION}")
+    if text != _manifest(step_of(path), checksums) or list(checksums) != [WEIGHTS, OPTIMIZER]:
+        raise ValueError(f"{file} is missing or damaged; {way_out}")
+    for name, checksum in checksums.items():
+        file = path / name
+        if not file.exists():
+            raise ValueError(f"{file} is missing; {way_out}")
+        if sha256(file) != checksum:
+            raise ValueError(f"{file} is damaged, or its checksum in {MANIFEST} is; {way_out}")

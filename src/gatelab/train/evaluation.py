@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from typing import Any
 
 import torch
+from jaxtyping import Float
+from torch import Tensor
 
 from gatelab.data.loader import IGNORED, Batch
 from gatelab.model.decoder import Decoder
@@ -15,19 +18,19 @@ from gatelab.train.source import HeldoutDomain
 
 @dataclass
 class Score:
-    """Summed cross-entropy of one domain, and its parts by document (in the order of the held-out text).
+    """Summed cross-entropy of one domain, and its parts by document (in the order of the held-out text), float64.
 
     ``num_bytes`` counts the UTF-8 bytes of the scored text, and is ``None`` when only part of it was scored or the
     domain has no text.
     """
 
+    document_nats: Float[Tensor, "N"]
+    document_tokens: Float[Tensor, "N"]
     nats: float = 0.0
     num_tokens: int = 0
     num_bytes: int | None = None
-    document_nats: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
-    document_tokens: torch.Tensor = field(default_factory=lambda: torch.zeros(0, dtype=torch.float64))
 
-    def figures(self) -> dict[str, float | int | None]:
+    def figures(self) -> dict[str, Any]:
         """Loss in nats a token, perplexity, bits per byte, and the counts that they stand on."""
         return {
             "loss": self.nats / self.num_tokens,
@@ -46,10 +49,8 @@ def score(decoder: Decoder, domain: HeldoutDomain, num_windows: int | None = Non
     """
     text_bytes = domain.document_text_bytes
     num_documents = 0 if text_bytes is None else len(text_bytes)
-    result = Score(
-        document_nats=torch.zeros(num_documents, dtype=torch.float64),
-        document_tokens=torch.zeros(num_documents, dtype=torch.float64),
-    )
+    document_nats, document_tokens = torch.zeros(2, num_documents, dtype=torch.float64)
+    result = Score(document_nats, document_tokens)
     with torch.compiler.set_stance("force_eager"):
         for batch in _first_windows(domain.batches(), num_windows):
             _add(result, decoder, batch)

@@ -1,9 +1,9 @@
-"""The training loop: one function that reads from top to bottom, and the step it repeats."""
+"""The training loop: one function that reads from top to bottom."""
 
 from __future__ import annotations
 
-import math
 import time
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,16 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from gatelab.diagnose.measure import measure
-from gatelab.files import require_free_space
+from gatelab.files import remove_leftovers, require_free_space
 from gatelab.model.accounting import training_state_bytes
 from gatelab.model.decoder import Decoder
 from gatelab.model.initialization import initialize
 from gatelab.model.perplexity import token_nats
 from gatelab.train import parallel
-from gatelab.train.checkpoint import checkpoints, clean, load_checkpoint, save_checkpoint
+from gatelab.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
+from gatelab.train.divergence import require_finite
 from gatelab.train.evaluation import score
-from gatelab.train.metrics import MetricsLog
+from gatelab.train.metrics import MetricsLog, SpikeMonitor, read_metrics
 from gatelab.train.optimizer import build_optimizer, set_learning_rate
 from gatelab.train.result import conclude
 from gatelab.train.run_folder import RunFolder, describe_environment
@@ -38,57 +39,60 @@ def train(settings: RunSettings, folder: Path, cache: Path, watch: Watch | None 
     Killed at any moment and called again, it ends with the same bits as if it had never stopped (in deterministic mode,
     on the same torch, instruction set and threads). A finished run is returned at once. ``cache`` holds downloads and
     token shards. Raises ``ValueError`` before any work when the folder holds a run with other settings, data or
-    environment, and :class:`DivergedError` when the loss or the gradient is no longer finite.
+    environment, and :class:`~gatelab.train.divergence.DivergedError` when a loss, a gradient or a measured figure is
+    no longer finite.
     """
     watch = watch or Unwatched()
-    run = RunFolder(folder)
+    run, steps, evaluation = RunFolder(folder), settings.train.steps, settings.train.evaluation
     folder.mkdir(parents=True, exist_ok=True)
-    with _only_process_in(folder), parallel.deterministic_kernels(settings.train.deterministic):
+    with (
+        _only_process_in(folder),
+        parallel.deterministic_kernels(settings.train.deterministic),
+        parallel.cpu_threads(settings.train.threads),
+    ):
         _require_resumable(run, settings)
         source = open_source(settings, cache, lambda stage, num_bytes: watch.message(stage) if not num_bytes else None)
-        decoder, sum_of_nats, compiled = build(settings, watch)
-        optimizer = build_optimizer(decoder, settings.train.optimizer)
-        run.begin(settings, describe_environment(compiled), _describe_data(source))
+        data = _describe_data(source)
+        run.require_same_data(data)
         if run.result is not None:
             return run.result
+        compiled = _can_compile(settings, watch)
+        run.begin(settings, describe_environment(compiled), data)
 
-        steps, evaluation = settings.train.steps, settings.train.evaluation
+        decoder, sum_of_nats = build(settings, compiled)
+        optimizer = build_optimizer(decoder, settings.train.optimizer)
         done = _resume(run, decoder, optimizer)
-        log = MetricsLog(run.metrics, done, settings.train.tensorboard)
         clock = Clock(settings)
         watch.start_run(folder.name, steps, done)
-        if done == 0:
-            _log_measurement(log, 0, decoder, source.measured_tokens(evaluation.measured_windows))
-        while done < steps:
-            clock.start()
-            set_learning_rate(optimizer, rate_factor(done, steps, settings.train.schedule))
-            loss, norm = take_step(decoder, optimizer, source.train.batch(done), sum_of_nats, settings.train)
-            if not math.isfinite(loss) or not math.isfinite(norm):
-                raise DivergedError(done + 1, loss, norm, run)
-            done += 1
-            seconds = clock.stop()
-            rate = optimizer.param_groups[0]["lr"]
-            log.write("step", done, loss=loss, gradient_norm=norm, learning_rate=rate, seconds=seconds)
-            watch.update(done, loss, clock.tokens_per_second, clock.peak_share)
-            if done % evaluation.every == 0 or done == steps:
-                _log_evaluation(log, done, decoder, source, evaluation.windows)
-            if done % evaluation.measure_every == 0 or done == steps:
-                _log_measurement(log, done, decoder, source.measured_tokens(evaluation.measured_windows))
-            if done % settings.train.checkpoint.every == 0 or done == steps:
-                save_checkpoint(run.checkpoints, done, decoder, optimizer, settings.train.checkpoint.keep)
-        log.close()
+        with closing(MetricsLog(run.metrics, done, settings.train.tensorboard)) as log:
+            spikes = SpikeMonitor(read_metrics(run.metrics, "step"))
+            if done == 0:
+                _measure(run, log, done, decoder, source, evaluation.measured_windows)
+            while done < steps:
+                clock.start()
+                set_learning_rate(optimizer, rate_factor(done, steps, settings.train.schedule))
+                figures = take_step(decoder, optimizer, source.train.batch(done), sum_of_nats, settings.train)
+                seconds = clock.stop()
+                require_finite(run, done, f"step {done + 1}", figures._asdict())
+                done += 1
+                if spikes.add(done, figures.loss):
+                    watch.message(f"step {done:,} has loss {figures.loss:.3f}, spike number {spikes.count} of this run")
+                log.write("step", done, **figures._asdict(), loss_spikes=spikes.count, seconds=seconds)
+                watch.update(done, figures.loss, clock.tokens_per_second, clock.peak_share)
+                if done % evaluation.every == 0 or done == steps:
+                    _evaluate(run, log, done, decoder, source, evaluation.windows)
+                if done % evaluation.measure_every == 0 or done == steps:
+                    _measure(run, log, done, decoder, source, evaluation.measured_windows)
+                if done % settings.train.checkpoint.every == 0 or done == steps:
+                    log.flush_to_disk()
+                    save_checkpoint(run.checkpoints, done, decoder, optimizer, settings.train.checkpoint.keep)
         result = conclude(run, settings, decoder, source, clock.peak_flops)
         watch.finish_run(_summary(result))
         return result
 
 
-def build(settings: RunSettings, watch: Watch | None = None) -> tuple[Decoder, SumOfNats, bool]:
-    """The initialised decoder of a run, its loss function, and whether they are compiled.
-
-    Without a C++ compiler they are not, and ``watch`` is told so.
-    """
-    if settings.train.threads:
-        torch.set_num_threads(settings.train.threads)
+def build(settings: RunSettings, compiled: bool) -> tuple[Decoder, SumOfNats]:
+    """The initialised decoder of a run and its loss function."""
     parallel.keep_freed_memory()
     dtype = getattr(torch, settings.train.precision)
     decoder = Decoder(settings.model)
@@ -101,29 +105,13 @@ def build(settings: RunSettings, watch: Watch | None = None) -> tuple[Decoder, S
 
     if settings.train.recompute:
         parallel.recompute_layers(decoder)
-    compiled = settings.train.compile and parallel.has_cpp_compiler()
-    if settings.train.compile and not compiled and watch is not None:
-        watch.message("No C++ compiler was found, so nothing is compiled; training is slower and its result the same.")
     if not compiled:
-        return decoder, sum_of_nats, False
+        return decoder, sum_of_nats
     parallel.compile_layers(decoder)
-    return decoder, parallel.compile_loss(sum_of_nats), True
+    return decoder, parallel.compile_loss(sum_of_nats)
 
 
-class DivergedError(ArithmeticError):
-    """The loss or the gradient of a step is not finite; the weights are those of the step before."""
-
-    def __init__(self, step: int, loss: float, norm: float, run: RunFolder):
-        saved = checkpoints(run.checkpoints)
-        where = f"the last good checkpoint is {saved[-1]}" if saved else "no checkpoint was saved before it"
-        super().__init__(
-            f"step {step} has loss {loss} and gradient norm {norm}: training stopped; {where}. "
-            "A lower train.optimizer.learning_rate or a longer warm-up often helps"
-        )
-        self.step = step
-
-
-def _only_process_in(folder: Path) -> Any:
+def _only_process_in(folder: Path) -> AbstractContextManager[Any]:
     try:
         return FileLock(folder / ".lock").acquire(timeout=0)
     except Timeout:
@@ -131,14 +119,32 @@ def _only_process_in(folder: Path) -> Any:
 
 
 def _require_resumable(run: RunFolder, settings: RunSettings) -> None:
+    """Refuse what can't begin or go on, before any work; remove what an interrupted process left half-written."""
     resume = settings.train.checkpoint.resume
     if resume == "never" and run.is_started:
         raise ValueError(f"{run.path} already holds a run and train.checkpoint.resume is never; choose another folder")
     if resume == "required" and not run.is_started:
         raise ValueError(f"{run.path} holds no run to continue and train.checkpoint.resume is required; set it to auto")
-    clean(run.checkpoints)
-    missing = settings.train.checkpoint.keep + 1 - len(checkpoints(run.checkpoints))
-    require_free_space(run.path, missing * training_state_bytes(settings.model) * 3 // 4, "the checkpoints of this run")
+    run.require_same_settings(settings)
+    remove_leftovers(run.path)
+    remove_leftovers(run.checkpoints)
+    if run.result is None:
+        missing = settings.train.checkpoint.keep + 1 - len(checkpoints(run.checkpoints))
+        num_bytes = missing * training_state_bytes(settings.model) * 3 // 4
+        require_free_space(run.path, num_bytes, "keeping the checkpoints of this run")
+
+
+def _can_compile(settings: RunSettings, watch: Watch) -> bool:
+    """Whether the run is compiled; a user who asked for it and has no compiler is told so."""
+    if not settings.train.compile:
+        return False
+    if not parallel.has_cpp_compiler():
+        watch.message(
+            "Nothing is compiled, because no C++ compiler with Python's headers was found: training is slower, and "
+            "its result is the same up to rounding."
+        )
+        return False
+    return True
 
 
 def _resume(run: RunFolder, decoder: Decoder, optimizer: torch.optim.Optimizer) -> int:
@@ -151,16 +157,18 @@ def _describe_data(source: Source) -> dict[str, Any]:
     return {"fingerprint": source.fingerprint, "heldout": domains, "attributions": list(source.attributions)}
 
 
-def _log_evaluation(log: MetricsLog, done: int, decoder: Decoder, source: Source, num_windows: int) -> None:
-    began = time.perf_counter()
+def _evaluate(run: RunFolder, log: MetricsLog, done: int, decoder: Decoder, source: Source, num_windows: int) -> None:
     for name, domain in source.heldout.items():
+        began = time.perf_counter()
         figures = score(decoder, domain, num_windows).figures()
+        require_finite(run, done, f"the evaluation on {name} after step {done}", figures)
         log.write("evaluation", done, domain=name, **figures, seconds=time.perf_counter() - began)
 
 
-def _log_measurement(log: MetricsLog, done: int, decoder: Decoder, tokens: Tensor) -> None:
+def _measure(run: RunFolder, log: MetricsLog, done: int, decoder: Decoder, source: Source, num_windows: int) -> None:
     began = time.perf_counter()
-    summary = measure(decoder, tokens, causal=decoder.settings.causal).summary()
+    summary = measure(decoder, source.measured_tokens(num_windows), causal=decoder.settings.causal).summary()
+    require_finite(run, done, f"the measurement after step {done}", summary)
     log.write("measurement", done, **summary, seconds=time.perf_counter() - began)
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+from collections import deque
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TextIO
@@ -18,30 +20,40 @@ class MetricsLog:
     """``metrics.jsonl``: a row for each event, with its ``kind`` ("step", "evaluation", "measurement") and ``step``.
 
     ``step`` counts completed steps. Opening a log keeps the rows up to ``completed`` and drops what a run that was
-    killed wrote after its last checkpoint, so that every step is recorded exactly once. With ``tensorboard`` every
-    figure goes there too; ``ValueError`` when the package is absent.
+    killed wrote after its last checkpoint, so that every step is recorded exactly once; ``ValueError`` when rows are
+    missing. With ``tensorboard`` every figure goes there too; ``ValueError`` when the package is absent.
     """
 
     def __init__(self, path: Path, completed: int = 0, tensorboard: bool = False):
-        kept = [row for row in read_metrics(path) if row["step"] <= completed] if completed else []
-        write_atomically(path, "".join(json.dumps(row) + "\n" for row in kept))
-        self._stream: TextIO = path.open("a", encoding="utf-8")
         self._events = _event_writer(path.parent / "tensorboard", completed) if tensorboard else None
+        kept = [row for row in read_metrics(path) if row["step"] <= completed] if completed else []
+        if [row["step"] for row in kept if row["kind"] == "step"] != list(range(1, completed + 1)):
+            raise ValueError(f"{path} does not hold steps 1 to {completed}, each once; begin again in another folder")
+        write_atomically(path, "".join(_to_line(row) for row in kept))
+        self._stream: TextIO = path.open("a", encoding="utf-8")
 
     def write(self, kind: str, step: int, **figures: Any) -> None:
-        """Append one row and hand it to the system at once."""
-        self._stream.write(json.dumps({"kind": kind, "step": step, **figures}) + "\n")
+        """Append one row of finite figures and hand it to the system at once."""
+        self._stream.write(_to_line({"kind": kind, "step": step, **figures}))
         self._stream.flush()
         if self._events is not None:
             for name, value in figures.items():
                 if isinstance(value, int | float):
                     self._events.add_scalar(f"{kind}/{name}", value, step)
 
+    def flush_to_disk(self) -> None:
+        """Wait until all rows are on the disk: a checkpoint stands on them."""
+        os.fsync(self._stream.fileno())
+
     def close(self) -> None:
         """Close the files; nothing may be written afterwards."""
         self._stream.close()
         if self._events is not None:
             self._events.close()
+
+
+def _to_line(row: dict[str, Any]) -> str:
+    return json.dumps(row, allow_nan=False) + "\n"
 
 
 def _event_writer(folder: Path, completed: int) -> Any:
@@ -51,56 +63,62 @@ def _event_writer(folder: Path, completed: int) -> Any:
         raise ValueError(
             "train.tensorboard=true needs the package tensorboard: install gatelab[track], or set it to false"
         ) from None
-    return SummaryWriter(str(folder), purge_step=completed + 1)
+    return SummaryWriter(str(folder), purge_step=completed + 1 if completed else 0)
 
 
 def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
     """The rows of a metrics file, of one kind or all; a last line without its end is left out."""
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return [row for row in rows if kind is None or row["kind"] == kind]
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(keepends=True), start=1):
+        if not line.endswith("\n"):
+            break
+        try:
+            row = json.loads(line)
+            if kind is None or row["kind"] == kind:
+                rows.append(row)
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{path} is damaged at line {number}; begin again in another folder") from None
+    return rows
 
 
 def running_median(values: Sequence[float], window: int = SPIKE_WINDOW) -> np.ndarray:
     """Median of the ``window`` values centred on each, of fewer at both ends."""
     array, half = np.asarray(values, dtype=np.float64), window // 2
-    padded = np.pad(array, half, constant_values=np.nan)
-    return np.nanmedian(np.lib.stride_tricks.sliding_window_view(padded, 2 * half + 1), axis=1)
+    return np.array([np.median(array[max(0, i - half) : i + half + 1]) for i in range(len(array))])
 
 
-def count_spikes(
-    steps: Sequence[int],
-    losses: Sequence[float],
-    threshold: float = SPIKE_THRESHOLD,
-    first_step: int = SPIKE_FIRST_STEP,
-) -> int:
-    """Points after ``first_step`` that lie more than ``threshold`` nats over the centred running median of 101 points.
+def count_spikes(steps: Sequence[int], losses: Sequence[float], threshold: float = SPIKE_THRESHOLD) -> int:
+    """Points after step 2,000 that lie more than 0.1 nats over the centred running median of 101 points.
 
-    The rule that counts 124 and 0 on the paper's published curves. Curves that are sampled differently compare by
-    :func:`spikes_per_10k_steps`.
+    The rule that counts 124 and 0 on the paper's published curves.
     """
     excess = np.asarray(losses) - running_median(losses)
-    return int(((excess > threshold) & (np.asarray(steps) > first_step)).sum())
+    return int(((excess > threshold) & (np.asarray(steps) > SPIKE_FIRST_STEP)).sum())
 
 
-def spikes_per_10k_steps(num_spikes: int, num_points: int) -> float:
-    """Spikes for every 10,000 recorded points."""
-    return 1e4 * num_spikes / num_points
+def spikes_per_10k_steps(steps: Sequence[int], losses: Sequence[float]) -> float | None:
+    """Spikes for every 10,000 of the points that can be one, so that curves sampled differently compare.
+
+    ``None`` where no point is after step 2,000.
+    """
+    num_candidates = sum(step > SPIKE_FIRST_STEP for step in steps)
+    return 1e4 * count_spikes(steps, losses) / num_candidates if num_candidates else None
 
 
 class SpikeMonitor:
-    """The same count while a run is under way, against the trailing median of the last 101 losses."""
+    """The same count while a run is under way, against the trailing median of the 101 losses before each.
 
-    def __init__(self, threshold: float = SPIKE_THRESHOLD, first_step: int = SPIKE_FIRST_STEP):
-        self.threshold, self.first_step = threshold, first_step
-        self.count = 0
-        self._recent: list[float] = []
+    ``rows`` are those of the steps done before, when the run is resumed.
+    """
+
+    def __init__(self, rows: Sequence[dict[str, Any]] = ()):
+        self.count: int = rows[-1]["loss_spikes"] if rows else 0
+        self._recent = deque((row["loss"] for row in rows[-SPIKE_WINDOW:]), maxlen=SPIKE_WINDOW)
 
     def add(self, step: int, loss: float) -> bool:
         """Note a loss and say whether it is a spike."""
-        is_spike = (
-            bool(self._recent) and step > self.first_step and loss - float(np.median(self._recent)) > self.threshold
-        )
-        self._recent = [*self._recent[-(SPIKE_WINDOW - 1) :], loss]
+        is_late = step > SPIKE_FIRST_STEP and len(self._recent) > 0
+        is_spike = is_late and loss - float(np.median(self._recent)) > SPIKE_THRESHOLD
+        self._recent.append(loss)
         self.count += is_spike
         return is_spike

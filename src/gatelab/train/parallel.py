@@ -6,8 +6,10 @@ import ctypes
 import os
 import shutil
 import sys
+import sysconfig
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -34,7 +36,12 @@ def _recomputed(forward: Callable[..., object]) -> Callable[..., object]:
 
 
 def compile_layers(decoder: Decoder) -> None:
-    """Compile each layer by itself: all layers of a kind share one graph, so a deep model costs one compilation."""
+    """Compile each layer by itself: all layers of a kind share one graph, so a deep model costs one compilation.
+
+    What was compiled before in this process is forgotten, because PyTorch keeps eight graphs of one function and would
+    run the ninth decoder of a study uncompiled.
+    """
+    torch.compiler.reset()
     for layer in decoder.model.layers:
         layer.compile(dynamic=False)
 
@@ -45,9 +52,20 @@ def compile_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def has_cpp_compiler() -> bool:
-    """Whether torch.compile finds a C++ compiler for the CPU: the one in CXX, or a usual name."""
-    names = [os.environ.get("CXX", ""), "g++", "clang++", "c++"]
-    return any(shutil.which(name) for name in names if name)
+    """Whether torch.compile finds what it needs on a CPU: its C++ compiler, and Python's headers."""
+    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    return shutil.which(compiler) is not None and Path(sysconfig.get_path("include"), "Python.h").exists()
+
+
+@contextmanager
+def cpu_threads(number: int | None) -> Iterator[None]:
+    """Compute on this many CPU threads, or on as many as before when ``None``, for as long as the context lasts."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number or before)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 @contextmanager
@@ -56,14 +74,14 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
 
     PyTorch would also fill every new tensor with NaN in this mode, a check of itself that costs time and is left off.
     """
-    before = torch.are_deterministic_algorithms_enabled()
+    before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills_before = getattr(deterministic, _FILL)
     torch.use_deterministic_algorithms(enabled)
     setattr(deterministic, _FILL, False)
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before)
+        torch.use_deterministic_algorithms(before, warn_only=warned)
         setattr(deterministic, _FILL, fills_before)
 
 

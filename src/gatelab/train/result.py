@@ -14,6 +14,7 @@ from gatelab.files import atomic_path, write_atomically
 from gatelab.model.accounting import count_parameters, flops_per_token_forward, flops_per_token_training
 from gatelab.model.decoder import Decoder
 from gatelab.model.perplexity import mean_perplexity
+from gatelab.train.divergence import require_finite
 from gatelab.train.evaluation import Score, score
 from gatelab.train.metrics import count_spikes, read_metrics, spikes_per_10k_steps
 from gatelab.train.run_folder import RunFolder
@@ -26,13 +27,17 @@ def conclude(
 ) -> dict[str, Any]:
     """Score every held-out token, measure sinks and gates, write the run's last files and return ``result.json``."""
     scores = {name: score(decoder, domain) for name, domain in source.heldout.items()}
+    heldout = {name: one.figures() for name, one in scores.items()}
+    for name, figures in heldout.items():
+        require_finite(run, settings.train.steps, f"held-out {name}", figures)
     _save_documents(run, scores, source)
     tokens = source.measured_tokens(settings.train.evaluation.final_measured_windows)
     measurement = measure(decoder, tokens, causal=settings.model.causal)
-    write_atomically(run.measurement, json.dumps(measurement.to_mapping(), indent=1) + "\n")
+    require_finite(run, settings.train.steps, "the last measurement", measurement.summary())
+    write_atomically(run.measurement, json.dumps(measurement.to_mapping(), indent=1, allow_nan=False) + "\n")
     result = {
-        "heldout": {name: one.figures() for name, one in scores.items()},
-        "mean_perplexity": mean_perplexity(one.figures()["perplexity"] or 0.0 for one in scores.values()),
+        "heldout": heldout,
+        "mean_perplexity": mean_perplexity(figures["perplexity"] for figures in heldout.values()),
         "measurement": measurement.summary(),
         **_cost(run, settings, peak_flops),
     }
@@ -60,7 +65,7 @@ def _cost(run: RunFolder, settings: RunSettings, peak_flops: float) -> dict[str,
     training_seconds = sum(row["seconds"] for row in steps)
     flops = flops_per_token_training(settings.model, settings.data.context, settings.train.recompute)
     tokens_per_second = settings.tokens_per_step / statistics.median(row["seconds"] for row in steps)
-    num_spikes = count_spikes([row["step"] for row in steps], [row["loss"] for row in steps])
+    curve = [row["step"] for row in steps], [row["loss"] for row in steps]
     counts = count_parameters(settings.model)
     return {
         "parameters": counts.total,
@@ -75,6 +80,6 @@ def _cost(run: RunFolder, settings: RunSettings, peak_flops: float) -> dict[str,
         "training_seconds": training_seconds,
         "evaluation_seconds": sum(row["seconds"] for row in rows if row["kind"] == "evaluation"),
         "measurement_seconds": sum(row["seconds"] for row in rows if row["kind"] == "measurement"),
-        "loss_spikes": num_spikes,
-        "loss_spikes_per_10k_steps": spikes_per_10k_steps(num_spikes, len(steps)),
+        "loss_spikes": count_spikes(*curve),
+        "loss_spikes_per_10k_steps": spikes_per_10k_steps(*curve),
     }

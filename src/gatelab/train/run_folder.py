@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from yaml import YAMLError
 
 import gatelab
 from gatelab.files import write_atomically
@@ -39,22 +40,52 @@ class RunFolder:
 
     @property
     def settings(self) -> RunSettings:
-        """The settings that the run was begun with."""
-        return RunSettings.from_yaml((self.path / "settings.yaml").read_text(encoding="utf-8"))
+        """The settings that the run was begun with; ``ValueError`` when their file is damaged."""
+        file = self.path / "settings.yaml"
+        try:
+            return RunSettings.from_yaml(file.read_text(encoding="utf-8"))
+        except (ValueError, YAMLError) as error:
+            raise ValueError(f"{file} is unreadable: {error}") from None
 
     @property
     def result(self) -> dict[str, Any] | None:
         """The figures of a finished run; ``None`` while it is not."""
-        file = self.path / "result.json"
-        return json.loads(file.read_text(encoding="utf-8")) if file.exists() else None
+        return self._read_json("result.json") if (self.path / "result.json").exists() else None
+
+    def require_same_settings(self, settings: RunSettings) -> None:
+        """Raise ``ValueError`` that shows the difference when a run with other settings was begun here.
+
+        What is watched and saved on the way may differ: it changes nothing that is trained.
+        """
+        if not self.is_started:
+            return
+        changed = {
+            path: values
+            for path, values in difference(self.settings, settings).items()
+            if not path.startswith(CHANGEABLE)
+        }
+        if changed:
+            raise ValueError(_refusal(self.path, "settings", changed, "choose another folder for the changed run"))
+
+    def require_same_data(self, data: dict[str, Any]) -> None:
+        """Raise ``ValueError`` that shows the difference when a run on other data was begun here."""
+        if not self.is_started:
+            return
+        before = self._read_json("data.json")["fingerprint"]
+        if before != data["fingerprint"]:
+            values = (before[:16], data["fingerprint"][:16])
+            way_out = "restore the text that it was begun with, or choose another folder"
+            raise ValueError(_refusal(self.path, "data", {"fingerprint": values}, way_out))
 
     def begin(self, settings: RunSettings, environment: dict[str, Any], data: dict[str, Any]) -> None:
-        """Write what decides the run, or check that it is what is already here.
-
-        Raises ``ValueError`` that shows the difference in settings, data or environment.
-        """
-        if self.is_started:
-            self._require_equal(settings, environment, data)
+        """Write down what decides the run; ``ValueError`` that shows the difference when it goes on elsewhere."""
+        if self.is_started and settings.train.checkpoint.same_environment:
+            before = self._read_json("environment.json")
+            moved = {key: (before.get(key), environment[key]) for key in DECIDES_BITS}
+            moved = {key: values for key, values in moved.items() if values[0] != values[1]}
+            if moved:
+                way_out = "set train.checkpoint.same_environment=false if the result may differ in its last bits"
+                raise ValueError(_refusal(self.path, "environment", moved, way_out))
         self._write_json("environment.json", environment)
         self._write_json("data.json", data)
         write_atomically(self.path / "settings.yaml", settings.to_yaml())
@@ -63,30 +94,14 @@ class RunFolder:
         """Write the final figures: from now on the run is finished."""
         self._write_json("result.json", result)
 
-    def _require_equal(self, settings: RunSettings, environment: dict[str, Any], data: dict[str, Any]) -> None:
-        changed = {
-            path: values
-            for path, values in difference(self.settings, settings).items()
-            if not path.startswith(CHANGEABLE)
-        }
-        if changed:
-            raise ValueError(_refusal(self.path, "settings", changed, "choose another folder for the changed run"))
-        before = self._read_json("data.json")
-        if before["fingerprint"] != data["fingerprint"]:
-            values = (before["fingerprint"][:16], data["fingerprint"][:16])
-            way_out = "restore the text that it was begun with, or choose another folder"
-            raise ValueError(_refusal(self.path, "data", {"fingerprint": values}, way_out))
-        before = self._read_json("environment.json")
-        moved = {key: (before[key], environment[key]) for key in DECIDES_BITS if before[key] != environment[key]}
-        if moved and settings.train.checkpoint.same_environment:
-            way_out = "set train.checkpoint.same_environment=false if the result may differ in its last bits"
-            raise ValueError(_refusal(self.path, "environment", moved, way_out))
-
     def _write_json(self, name: str, content: dict[str, Any]) -> None:
-        write_atomically(self.path / name, json.dumps(content, indent=1) + "\n")
+        write_atomically(self.path / name, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
     def _read_json(self, name: str) -> dict[str, Any]:
-        return json.loads((self.path / name).read_text(encoding="utf-8"))
+        try:
+            return json.loads((self.path / name).read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{self.path / name} is unreadable: {error}") from None
 
 
 def describe_environment(compiled: bool) -> dict[str, Any]:

@@ -22,4 +22,4 @@ def rate_factor(step: int, num_steps: int, settings: ScheduleSettings) -> float:
     decaying_since = step + 1 - (num_steps - settings.decay_steps)
     if decaying_since <= 0:
         return 1.0
-    return 1.0 - (1 - final) * decaying_since / settings.decay_steps
+    return final + (1 - final) * (1 - decaying_since / settings.decay_steps)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
@@ -16,7 +16,7 @@ class OptimizerSettings(Settings):
 
     learning_rate: float = Field(default=3e-3, gt=0, description="peak of the schedule")
     gate_learning_rate: float | None = Field(default=None, gt=0, description="peak for gates; as the rest when None")
-    betas: tuple[float, float] = (0.9, 0.95)
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     epsilon: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
     clip_norm: float | None = Field(

@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from gatelab.data.loader import IGNORED, Batch, TrainLoader, heldout_batches
+from gatelab.data.loader import Batch, TrainLoader, heldout_batches
 from gatelab.data.prepare import PreparedData, prepare
 from gatelab.data.synthetic import BigramBackcopy
 from gatelab.train.settings import RunSettings
@@ -24,10 +24,12 @@ SYNTHETIC_HELDOUT_BATCHES = 8
 class HeldoutDomain:
     """One held-out text: its batches in reading order, and what bits per byte and a bootstrap over documents need.
 
-    ``document_text_bytes`` is ``None`` for a synthetic task, which has no text.
+    ``num_whole_windows`` are filled with text; they come first. ``document_text_bytes`` is ``None`` for a synthetic
+    task, which has no text.
     """
 
     batches: Callable[[], Iterator[Batch]]
+    num_whole_windows: int
     document_text_bytes: np.ndarray | None
 
 
@@ -42,23 +44,28 @@ class Source:
 
     def measured_tokens(self, num_windows: int) -> Int[Tensor, "B T"]:
         """The first whole windows of the first held-out domain, for measuring sinks and gates."""
+        domain = next(iter(self.heldout.values()))
+        num_windows = min(num_windows, domain.num_whole_windows)
         windows: list[Tensor] = []
-        for batch in next(iter(self.heldout.values())).batches():
-            is_whole = (batch.targets != IGNORED).any(1)
-            windows.extend(batch.inputs[is_whole])
+        for batch in domain.batches():
+            windows.extend(batch.inputs)
             if len(windows) >= num_windows:
                 break
         return torch.stack(windows[:num_windows])
 
 
 def open_source(settings: RunSettings, cache: Path, on_progress: Callable[[str, int], None] | None = None) -> Source:
-    """Prepare the run's data under ``cache``, or reuse it; ``ValueError`` when the model's vocabulary is too small."""
+    """Prepare the run's data under ``cache``, or reuse it.
+
+    Raises ``ValueError`` when the model's vocabulary is too small or a text is shorter than one window.
+    """
     train, data = settings.train, settings.data
     if data.synthetic is not None:
         task = BigramBackcopy(
             data.synthetic, context=data.context, sequences_per_step=train.sequences_per_step, seed=train.seed
         )
-        domain = HeldoutDomain(partial(task.heldout_batches, SYNTHETIC_HELDOUT_BATCHES), None)
+        num_windows = SYNTHETIC_HELDOUT_BATCHES * train.sequences_per_step
+        domain = HeldoutDomain(partial(task.heldout_batches, SYNTHETIC_HELDOUT_BATCHES), num_windows, None)
         return Source(task, {"synthetic": domain}, task.fingerprint, ())
     prepared = prepare(data, cache, on_progress)
     prepared.train.require_vocabulary(settings.model.vocab_size)
@@ -87,5 +94,12 @@ def _text_source(settings: RunSettings, prepared: PreparedData) -> Source:
             bos_id=bos_id,
             document_masks=data.document_masks,
         )
-        heldout[name] = HeldoutDomain(batches, tokens.document_text_bytes)
+        num_whole_windows = (len(tokens) - (bos_id is None)) // data.context
+        heldout[name] = HeldoutDomain(batches, num_whole_windows, tokens.document_text_bytes)
+    measured = next(iter(heldout))
+    if not heldout[measured].num_whole_windows:
+        raise ValueError(
+            f"the held-out text {measured} is shorter than one window of context={data.context}, so that attention "
+            "can't be measured on it; hold out more text or take a smaller context"
+        )
     return Source(loader, heldout, prepared.fingerprint, prepared.attributions)

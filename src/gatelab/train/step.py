@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -16,10 +17,18 @@ from gatelab.train.settings import TrainSettings
 SumOfNats = Callable[[Tensor, Tensor], Tensor]
 
 
+class StepFigures(NamedTuple):
+    """Mean cross-entropy over the targets in nats, gradient norm before clipping, learning rate of what is no gate."""
+
+    loss: float
+    gradient_norm: float
+    learning_rate: float
+
+
 def take_step(
     decoder: Decoder, optimizer: torch.optim.Optimizer, batch: Batch, sum_of_nats: SumOfNats, settings: TrainSettings
-) -> tuple[float, float]:
-    """One optimizer step on one global batch: (mean loss in nats over its targets, gradient norm before clipping).
+) -> StepFigures:
+    """One optimizer step on one global batch.
 
     The batch is computed in ``settings.accumulation`` pieces; each piece's loss is divided by the target tokens of
     the whole batch. Nothing is updated when loss or norm is not finite.
@@ -38,11 +47,11 @@ def take_step(
         total += nats.detach()
     clip_norm = settings.optimizer.clip_norm or math.inf
     norm = torch.nn.utils.clip_grad_norm_(decoder.parameters(), clip_norm)
-    mean = float(total / num_targets)
-    if math.isfinite(mean) and bool(norm.isfinite()):
+    figures = StepFigures(float(total / num_targets), float(norm), optimizer.param_groups[0]["lr"])
+    if math.isfinite(figures.loss) and math.isfinite(figures.gradient_norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    return mean, float(norm)
+    return figures
 
 
 def router_loss(piece: RouterStatistics, routed: RouterStatistics, settings: TrainSettings) -> Tensor:
