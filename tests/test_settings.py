@@ -69,6 +69,16 @@ def test_several_mistakes_are_one_line_each():
     assert len(str(error.value).splitlines()) == 3
 
 
+def test_numbers_are_finite():
+    with pytest.raises(ValueError, match=r"engine.power cannot be inf: input should be a finite number"):
+        Car().with_overrides(["engine.power=.inf"])
+
+
+def test_a_file_that_is_no_yaml_is_refused():
+    with pytest.raises(ValueError, match="a Car file is not readable as YAML"):
+        Car.from_yaml("engine: [1")
+
+
 def test_a_file_that_is_no_mapping_is_refused():
     with pytest.raises(ValueError, match="a Car file holds a mapping of names to values, not list"):
         Car.from_yaml("- 1\n")

@@ -22,7 +22,7 @@ class Settings(BaseModel):
     ``ValueError`` of one readable line per mistake.
     """
 
-    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", validate_default=True, allow_inf_nan=False)
 
     @classmethod
     def parse(cls, data: Mapping[str, Any]) -> Self:
@@ -36,7 +36,10 @@ class Settings(BaseModel):
     @classmethod
     def from_yaml(cls, text: str) -> Self:
         """Read the record from YAML text, as :meth:`to_yaml` writes it."""
-        data = yaml.safe_load(text)
+        try:
+            data = yaml.safe_load(text)
+        except yaml.YAMLError as error:
+            raise ValueError(f"a {cls.__name__} file is not readable as YAML: {error}") from None
         if not isinstance(data, Mapping):
             raise ValueError(f"a {cls.__name__} file holds a mapping of names to values, not {type(data).__name__}")
         return cls.parse(data)

@@ -13,15 +13,11 @@ MAKER = runpy.run_path(str(GOLDEN / "make_loss_curves.py"))
 STORED = json.loads((GOLDEN / "loss_curves.json").read_text())
 
 
-# Initial weights are drawn in float32, whose last bits follow the instruction set; all that follows is float64.
-TOLERANCE = 1e-9 if MAKER["environment"]()["instruction_set"] == STORED["environment"]["instruction_set"] else 1e-6
-
-
 @pytest.mark.parametrize("name", MAKER["CURVES"])
 def test_loss_curve_is_the_stored_one(name: str) -> None:
     found, expected = MAKER["loss_curve"](name), STORED["curves"][name]
     assert len(found) == len(expected) == 20
-    assert found == pytest.approx(expected, rel=TOLERANCE), (
+    assert found == pytest.approx(expected, rel=1e-9), (
         f"the loss of {name} has changed (stored with {STORED['environment']}, now {MAKER['environment']()}). If the "
         "mathematics was meant to change, run python tests/golden/make_loss_curves.py and say why in the commit"
     )

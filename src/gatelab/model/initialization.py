@@ -34,7 +34,7 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 def initialize(decoder: Decoder, seed: int) -> None:
     """Fill every parameter: matrices from normal(0, init_std), norms with 1, gates as their specification says.
 
-    Values are drawn on the CPU in float32, so they depend on neither device nor dtype; feed-forward matrices are drawn
+    Values are float32, drawn on the CPU, and depend on neither device nor dtype; feed-forward matrices are drawn
     at ``drawn_feedforward_width`` and cut to size. Two decoders with different gates share every common weight, bit
     for bit.
     """
@@ -63,8 +63,8 @@ def _draw(name: str, shape: torch.Size, settings: ModelSettings, generator: torc
 
 
 def _standard_normal(sizes: Sequence[int], generator: torch.Generator) -> Tensor:
-    """Drawn on the CPU in float32, whatever PyTorch's default device and dtype are at the moment."""
-    return torch.randn(sizes, generator=generator, dtype=torch.float32, device="cpu")
+    """Float32 values drawn in float64 on the CPU: the same bits whatever the instruction set and PyTorch's defaults."""
+    return torch.randn(sizes, generator=generator, dtype=torch.float64, device="cpu").float()
 
 
 def _start_gate(gate: Gate) -> None:

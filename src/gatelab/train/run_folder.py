@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from yaml import YAMLError
 
 import gatelab
 from gatelab.files import write_atomically
@@ -44,7 +43,7 @@ class RunFolder:
         file = self.path / "settings.yaml"
         try:
             return RunSettings.from_yaml(file.read_text(encoding="utf-8"))
-        except (ValueError, YAMLError) as error:
+        except ValueError as error:
             raise ValueError(f"{file} is unreadable: {error}") from None
 
     @property
