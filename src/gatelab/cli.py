@@ -36,7 +36,7 @@ def demo(
     """Train an ungated and two gated decoders on real text and write a report; run again to continue."""
     from gatelab.report.page import write_page
     from gatelab.report.progress import TrainingProgress
-    from gatelab.report.tables import to_terminal, transposed
+    from gatelab.report.tables import to_terminal
     from gatelab.study.page import result_table, study_page
     from gatelab.study.presets import DEMO
     from gatelab.study.runner import compare_with_baseline, run_study
@@ -47,7 +47,7 @@ def demo(
     differences = compare_with_baseline(DEMO, runs)
     report = out / "report.html"
     write_page(study_page(DEMO, runs, differences, f"gatelab demo --out {out}"), report)
-    console.print(to_terminal(transposed(result_table(runs, differences), "after training")))
+    console.print(to_terminal(result_table(runs, differences)))
     console.print(*runs[0].attributions, sep="\n")
     console.print(f"Report: {report.resolve()}", soft_wrap=True)
 

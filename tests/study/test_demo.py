@@ -5,6 +5,7 @@ import json
 import pytest
 
 from gatelab.report.page import write_page
+from gatelab.report.tables import MISSING
 from gatelab.study.page import result_table, study_page
 from gatelab.study.runner import compare_with_baseline, run_study
 from gatelab.study.study import Study
@@ -95,8 +96,9 @@ def test_the_table_and_the_page_hold_every_arm(tiny_study, finished, tmp_path):
     _, _, runs = finished
     differences = compare_with_baseline(tiny_study, runs)
     table = result_table(runs, differences)
-    assert [row["arm"] for row in table.rows] == ["ungated", "headwise", "elementwise"]
-    assert table.rows[0]["gate"] is None and 0.3 < table.rows[1]["gate"] < 0.7
+    assert [column.heading for column in table.columns[1:]] == ["ungated", "headwise", "elementwise"]
+    gates = next(cells for cells in table.cells() if cells[0] == "mean gate")
+    assert gates[1] == MISSING and 0.3 < float(gates[2]) < 0.7
     page = tmp_path / "report.html"
     write_page(study_page(tiny_study, runs, differences, "gatelab demo"), page)
     html = page.read_text()

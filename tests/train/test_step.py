@@ -13,6 +13,7 @@ from torch import Tensor
 from gatelab.data.loader import IGNORED, Batch
 from gatelab.model.decoder import Decoder
 from gatelab.model.initialization import initialize
+from gatelab.model.masks import PADDING
 from gatelab.model.moe import RouterStatistics, balance_loss, router_z_loss
 from gatelab.model.perplexity import token_nats
 from gatelab.train import parallel
@@ -191,6 +192,20 @@ def test_pieces_of_a_mixture_are_balanced_by_all_that_was_routed_so_far(accumula
     assert_equal_gradients(found, gradients)
     _, _, whole = gradients_of(decoder, batch, mixture_settings())
     assert any((a - b).abs().max() > 1e-6 for a, b in zip(found, whole, strict=True)), "the first pieces know less"
+
+
+def test_pieces_with_unequal_padding_weigh_as_much_as_their_tokens() -> None:
+    """The z-loss is a mean over tokens, so in pieces it equals that of the whole batch; one piece is all padding."""
+    decoder, batch = make_decoder(mixture=MIXTURE), make_batch()
+    documents = torch.zeros_like(batch.inputs)
+    documents[0, :5] = PADDING
+    documents[1] = PADDING
+    padded = Batch(batch.inputs, batch.targets.masked_fill(documents == PADDING, IGNORED), documents)
+    whole = gradients_of(decoder, padded, make_settings(router_z_loss_weight=0.3, balance_loss_weight=0.0))
+    pieces = gradients_of(
+        decoder, padded, make_settings(router_z_loss_weight=0.3, balance_loss_weight=0.0, accumulation=B)
+    )
+    assert_equal_gradients(pieces[2], whole[2])
 
 
 @pytest.mark.parametrize("accumulation", [1, 2])

@@ -7,7 +7,7 @@ from typing import Any
 
 from gatelab.report.charts import Reference, bar_chart, dot_interval_chart, heat_map, histogram, line_chart
 from gatelab.report.page import Figure, Page, Section
-from gatelab.report.tables import Column, Table
+from gatelab.report.tables import Column, Table, transposed
 from gatelab.study.runner import ArmRun
 from gatelab.study.statistics import TextDifference
 from gatelab.study.study import Study
@@ -19,7 +19,7 @@ _SMOOTHING = 15
 
 
 def result_table(runs: list[ArmRun], differences: Differences) -> Table:
-    """One row for each arm: how well it predicts, and what its attention does."""
+    """One column for each arm: how well it predicts, and what its attention does."""
     columns = [
         _arm(runs),
         Column("parameters", "parameters", ",d"),
@@ -36,7 +36,8 @@ def result_table(runs: list[ArmRun], differences: Differences) -> Table:
         f"First-token attention is that of the worst layer; uniform attention gives {floor:.4f}. One seed: the "
         "intervals are of the held-out text alone."
     )
-    return Table(columns, [_result_row(run, differences.get(run.name)) for run in runs], caption)
+    rows = [_result_row(run, differences.get(run.name)) for run in runs]
+    return transposed(Table(columns, rows, caption), "after training")
 
 
 def _result_row(run: ArmRun, difference: TextDifference | None) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from gatelab.data.loader import IGNORED, Batch
 from gatelab.model.decoder import Decoder
+from gatelab.model.masks import PADDING
 from gatelab.model.moe import RouterStatistics, balance_loss, router_z_loss
 from gatelab.train.settings import TrainSettings
 
@@ -31,9 +32,11 @@ def take_step(
     """One optimizer step on one global batch.
 
     The batch is computed in ``settings.accumulation`` pieces; each piece's loss is divided by the target tokens of
-    the whole batch. Nothing is updated when loss or norm is not finite.
+    the whole batch, and its router losses weigh as much as its share of the tokens that are no padding. Nothing is
+    updated when loss or norm is not finite.
     """
     num_targets = (batch.targets != IGNORED).sum()
+    num_tokens = batch.inputs.numel() if batch.documents is None else (batch.documents != PADDING).sum()
     total = torch.zeros((), dtype=torch.float64)
     routed: RouterStatistics | None = None
     for piece in _pieces(batch, settings.accumulation):
@@ -42,7 +45,8 @@ def take_step(
         loss = nats / num_targets
         if hidden.router is not None:
             routed = _added(routed, hidden.router)
-            loss = loss + router_loss(hidden.router, routed, settings) / settings.accumulation
+            share = hidden.router.num_tokens[0] / num_tokens
+            loss = loss + share * router_loss(hidden.router, routed, settings)
         loss.backward()
         total += nats.detach()
     clip_norm = settings.optimizer.clip_norm or math.inf
@@ -60,7 +64,7 @@ def router_loss(piece: RouterStatistics, routed: RouterStatistics, settings: Tra
     Expert frequencies are those of all pieces routed so far in this step (Qiu et al. 2501.11873): exact over the
     global batch without accumulation, and with it exact at the step's last piece.
     """
-    frequencies = routed.assignments / routed.num_tokens[:, None]
+    frequencies = routed.assignments / routed.num_tokens[:, None].clamp(min=1)
     balance = balance_loss(piece, frequencies)
     return settings.balance_loss_weight * balance + settings.router_z_loss_weight * router_z_loss(piece)
 
