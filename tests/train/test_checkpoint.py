@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
-import resource
+import re
 import shutil
-from collections.abc import Callable, Iterator
+import subprocess
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -253,22 +255,25 @@ class TestSaving:
         assert list(tmp_path.iterdir()) == [path]
 
     @pytest.mark.parametrize("num_bytes", [0, 4096, 100_000], ids=["at once", "in the weights", "in the optimizer"])
-    def test_a_write_that_fails_half_way_leaves_nothing(
-        self, tmp_path: Path, file_size_limit: Callable[[int], None], num_bytes: int
-    ) -> None:
+    def test_a_write_that_fails_half_way_leaves_nothing(self, tmp_path: Path, num_bytes: int) -> None:
         """The system refuses to let files grow, as it does when a disk runs full in the middle."""
-        trained = make_trained()
-        path = save_checkpoint(tmp_path, 1, *trained, keep=1)
+        path = save_checkpoint(tmp_path, 1, *make_trained(), keep=1)
         assert (path / "model.safetensors").stat().st_size < 100_000 < (path / "optimizer.pt").stat().st_size
-        file_size_limit(num_bytes)
-        with pytest.raises(OSError, match="step_00000002"):
-            save_checkpoint(tmp_path, 2, *trained, keep=1)
+        done = subprocess.run(
+            [sys.executable, "-c", SAVE_UNDER_A_LIMIT, str(Path(__file__).parent), str(tmp_path), str(num_bytes)],
+            capture_output=True,
+            text=True,
+        )
+        assert re.search(r"^OSError: .*step_00000002", done.stderr, re.MULTILINE), done.stderr
         assert list(tmp_path.iterdir()) == [path]
 
 
-@pytest.fixture
-def file_size_limit() -> Iterator[Callable[[int], None]]:
-    """Sets the size that no file of this process may exceed, until the test is over."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    yield lambda num_bytes: resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, hard))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+SAVE_UNDER_A_LIMIT = """
+import resource, sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_checkpoint import make_trained, save_checkpoint
+trained = make_trained()
+resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[3]), resource.RLIM_INFINITY))
+save_checkpoint(Path(sys.argv[2]), 2, *trained, keep=1)
+"""
