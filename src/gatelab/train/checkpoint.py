@@ -107,7 +107,7 @@ def _verify(path: Path) -> None:
     way_out = f"delete {path} to continue from the checkpoint before it"
     file = path / MANIFEST
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_bytes().decode()
         manifest = json.loads(text)
         version, checksums = manifest["schema_version"], dict(manifest["sha256"])
     except (OSError, ValueError, KeyError, TypeError):
