@@ -35,9 +35,11 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
 def test_leftovers_of_a_kill_are_removed_and_nothing_else(tmp_path):
     (tmp_path / ".step_1.abcdef01.tmp").mkdir()
     (tmp_path / ".file.abcdef02.tmp").write_text("half")
-    (tmp_path / "kept.tmp").write_text("mine")
+    mine = {"kept.tmp", ".note.tmp", ".my.work.tmp"}
+    for name in mine:
+        (tmp_path / name).write_text("mine")
     remove_leftovers(tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["kept.tmp"]
+    assert {path.name for path in tmp_path.iterdir()} == mine
 
 
 def test_sha256(tmp_path):

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+
+_TEMPORARY = re.compile(r"\..+\.[0-9a-f]{8}\.tmp")
 
 
 @contextmanager
@@ -19,7 +22,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     keeps what it had and the temporary is removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+    temporary = temporary_beside(path)
     try:
         yield temporary
         _flush_to_disk(temporary)
@@ -30,6 +33,11 @@ def atomic_path(path: Path) -> Iterator[Path]:
             shutil.rmtree(temporary, ignore_errors=True)
         else:
             temporary.unlink(missing_ok=True)
+
+
+def temporary_beside(path: Path) -> Path:
+    """A name for something that is not to be read: :func:`remove_leftovers` removes what a kill left under it."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:
@@ -59,8 +67,10 @@ def require_free_space(folder: Path, num_bytes: int, purpose: str) -> None:
 
 
 def remove_leftovers(folder: Path) -> None:
-    """Remove what an interrupted :func:`atomic_path` left in a folder."""
+    """Remove what an interrupted :func:`atomic_path` left in a folder, and nothing else."""
     for leftover in folder.glob(".*.tmp"):
+        if not _TEMPORARY.fullmatch(leftover.name):
+            continue
         if leftover.is_dir():
             shutil.rmtree(leftover, ignore_errors=True)
         else:

@@ -45,7 +45,10 @@ def test_row_as_json() -> None:
         "control": None,
         "origin": "x-transformers: open at the start",
         "parameters": 24 * 32 * 2049,
+        "cancels_under_norm": False,
     }
+    cancelling = [name for name, row in ROWS.items() if row.cancels_under_norm]
+    assert cancelling == ["query_headwise_before_norm", "key_headwise_before_norm"]
     assert ROWS["rms_norm_on_sdpa"].to_mapping()["control"] == {"operation": "rms_norm"}
 
 

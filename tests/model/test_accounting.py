@@ -21,6 +21,7 @@ from gatelab.model.matching import with_gate
 from gatelab.model.settings import MixtureSettings, ModelSettings
 
 DENSE_28L = ModelSettings(
+    matching_multiple=128,
     vocab_size=152_064,
     width=2048,
     num_layers=28,
@@ -50,10 +51,10 @@ def test_dense_28_layers() -> None:
 
 
 def test_dense_28_layers_gated_and_matched_as_published() -> None:
-    headwise = with_gate(DENSE_28L, find_variant("sdpa_headwise"), "parameters", multiple=128)
+    headwise = with_gate(DENSE_28L, find_variant("sdpa_headwise"), "parameters")
     assert headwise.feedforward_width == 6144
     assert count_parameters(headwise).total == 1_721_754_624
-    elementwise = with_gate(DENSE_28L, find_variant("sdpa_elementwise"), "parameters", multiple=128)
+    elementwise = with_gate(DENSE_28L, find_variant("sdpa_elementwise"), "parameters")
     assert elementwise.feedforward_width == 5504
     assert count_parameters(elementwise).total == 1_728_177_152
     assert count_parameters(elementwise).gates == 28 * 2048 * 2048
@@ -113,12 +114,14 @@ def test_added_parameters_of_table_1_without_gates(changes: dict[str, object], m
 
 def test_matching_the_active_parameters_of_a_mixture() -> None:
     baseline = count_parameters(MOE_15A2B)
-    matched = with_gate(MOE_15A2B, find_variant("sdpa_elementwise"), "active", multiple=8)
+    in_eights = MOE_15A2B.model_copy(update={"matching_multiple": 8})
+    matched = with_gate(in_eights, find_variant("sdpa_elementwise"), "active")
     assert matched.mixture is not None and matched.mixture.expert_width == 600  # 768 - 170.67, rounded up to 8
     counts = count_parameters(matched)
     assert 0 <= counts.active - baseline.active < 8 * 3 * 2048 * 24 * 8
     assert counts.total < baseline.total
-    by_total = with_gate(MOE_15A2B, find_variant("sdpa_elementwise"), "parameters", multiple=1)
+    exactly = MOE_15A2B.model_copy(update={"matching_multiple": 1})
+    by_total = with_gate(exactly, find_variant("sdpa_elementwise"), "parameters")
     assert by_total.mixture is not None and by_total.mixture.expert_width == 758  # 768 - 10.67
 
 

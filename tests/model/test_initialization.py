@@ -78,7 +78,7 @@ def test_matched_dense_arms_start_from_slices_of_the_baseline() -> None:
 @pytest.mark.parametrize("match", ["parameters", "active"])
 def test_matched_experts_start_from_slices_of_the_baseline(match: str) -> None:
     settings = tiny_settings(mixture=MIXTURE)
-    matched = with_gate(settings, find_variant("sdpa_elementwise"), match, multiple=2)  # type: ignore[arg-type]
+    matched = with_gate(settings.model_copy(update={"matching_multiple": 2}), find_variant("sdpa_elementwise"), match)  # type: ignore[arg-type]
     assert matched.mixture is not None
     narrowed = matched.mixture.expert_width
     assert narrowed == {"parameters": 22, "active": 16}[match]

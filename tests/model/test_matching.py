@@ -15,7 +15,7 @@ from gatelab.model.matching import with_gate
 def test_matched_arms_are_within_one_step_of_the_baseline(gate: str) -> None:
     """Never below it, since the width is rounded up, and above it by less than the parameters of 8 channels."""
     baseline = tiny_settings(feedforward_width=200)
-    matched = with_gate(baseline, find_variant(gate), "parameters", multiple=8)
+    matched = with_gate(baseline.model_copy(update={"matching_multiple": 8}), find_variant(gate), "parameters")
     surplus = count_parameters(matched).total - count_parameters(baseline).total
     assert 0 <= surplus < 8 * 3 * 40 * 2 or matched.feedforward_width == 200
     assert surplus >= 0
@@ -24,7 +24,7 @@ def test_matched_arms_are_within_one_step_of_the_baseline(gate: str) -> None:
 @pytest.mark.parametrize(("match", "divisor"), [("parameters", 5), ("active", 2)])
 def test_experts_pay_together_or_only_those_that_a_token_meets(match: str, divisor: int) -> None:
     baseline = tiny_settings(mixture=MIXTURE)
-    matched = with_gate(baseline, find_variant("sdpa_elementwise"), match, multiple=1)  # type: ignore[arg-type]
+    matched = with_gate(baseline.model_copy(update={"matching_multiple": 1}), find_variant("sdpa_elementwise"), match)  # type: ignore[arg-type]
     assert matched.mixture is not None and matched.feedforward_width == baseline.feedforward_width
     assert matched.mixture.expert_width == -((40 * 48 / (3 * 40 * divisor) - 24) // 1)  # rounded up
     assert matched.drawn_feedforward_width == 24
@@ -35,8 +35,9 @@ def test_experts_pay_together_or_only_those_that_a_token_meets(match: str, divis
 
 def test_gates_on_some_layers_are_paid_for_by_what_they_hold() -> None:
     one_layer = Variant(gates=(GateSpec(layers=(1,)),), origin="")
-    assert with_gate(tiny_settings(), one_layer, "parameters", multiple=1).feedforward_width == 56 - 16 // 2
-    assert with_gate(tiny_settings(), find_variant("sdpa_elementwise"), "parameters", 1).feedforward_width == 56 - 16
+    exact = tiny_settings(matching_multiple=1)
+    assert with_gate(exact, one_layer, "parameters").feedforward_width == 56 - 16 // 2
+    assert with_gate(exact, find_variant("sdpa_elementwise"), "parameters").feedforward_width == 56 - 16
 
 
 def test_without_matching_nothing_but_the_gate_changes() -> None:
@@ -46,7 +47,10 @@ def test_without_matching_nothing_but_the_gate_changes() -> None:
 
 
 def test_a_width_that_is_no_multiple_is_never_widened() -> None:
-    assert with_gate(tiny_settings(), find_variant("sdpa_headwise"), "parameters", 128).feedforward_width == 56
+    assert (
+        with_gate(tiny_settings(matching_multiple=128), find_variant("sdpa_headwise"), "parameters").feedforward_width
+        == 56
+    )
 
 
 def test_a_feedforward_that_cannot_pay_is_refused() -> None:

@@ -57,6 +57,28 @@ def test_every_gate_goes_with_every_small_recipe(name: str, gate: str, match: st
 
 
 @pytest.mark.parametrize(
+    "words", [["model.gates.0.layers=[0]"], ["model.gates.0.rank=8"], ["model.num_heads=8"], ["model.num_layers=3"]]
+)
+def test_matching_comes_after_every_other_word(words: list[str]) -> None:
+    """What the words make of the model and its gates is what the feed-forward pays for."""
+    baseline = resolve("dense_tiny", [word for word in words if "gates" not in word])
+    gated = resolve("dense_tiny", ["match=parameters", *words, "gate=sdpa_elementwise"])
+    step = 8 * 3 * gated.model.width * gated.model.num_layers
+    assert 0 <= count_parameters(gated.model).total - count_parameters(baseline.model).total < step
+
+
+@pytest.mark.parametrize("name", RECIPES)
+def test_words_and_arguments_of_a_recipe_mean_the_same(name: str) -> None:
+    words = ["gate=sdpa_elementwise", "match=active"]
+    assert resolve(name, words) == RECIPES[name](gate="sdpa_elementwise", match="active")
+
+
+def test_a_word_given_twice_is_refused() -> None:
+    with pytest.raises(ValueError, match="gate is given twice; once is possible"):
+        resolve("demo", ["gate=none", "gate=sdpa_headwise"])
+
+
+@pytest.mark.parametrize(
     ("words", "parameters"),
     [
         (["paper_dense_28l"], 1_720_837_120),
@@ -114,11 +136,11 @@ def test_overrides_reach_every_part() -> None:
         ),
         (
             ["demo", "gates=none"],
-            r"'gates' is no argument of recipe demo; did you mean 'gate'\? the choices are: gate, match",
+            r"'gates' is no word for recipe demo; did you mean 'gate'\? the choices are: gate, match",
         ),
         (
             ["demo", "steps=5"],
-            r"'steps' is no argument of recipe demo; the choices are: gate, match, .*model\., data\., ",
+            r"'steps' is no word for recipe demo; the choices are: gate, match, .*model\., data\., ",
         ),
         (["demo", "train.step=5"], r"'train.step' is unknown: train has no field 'step'; did you mean 'steps'\?"),
         (["demo", "train.optimiser.learning_rate=5"], r"train has no field 'optimiser'; did you mean 'optimizer'\?"),

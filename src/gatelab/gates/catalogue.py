@@ -20,6 +20,7 @@ class VariantRow(Settings):
     control: OutputControl | None = Field(description="the gate-free control, if any")
     origin: str = Field(description="the paper's tables and rows, or who else ships it")
     parameters: int = Field(description="what the variant adds to the whole model")
+    cancels_under_norm: bool = Field(description="whether q/k norm makes it a no-op")
     initial_scores: tuple[float, ...] = Field(description="for each gate the score at zero logits plus bias")
 
     def describe_axes(self) -> str:
@@ -38,6 +39,7 @@ def list_variants(shape: AttentionShape, num_layers: int) -> list[VariantRow]:
             control=variant.control,
             origin=variant.origin,
             parameters=num_layers * variant.num_parameters(shape),
+            cancels_under_norm=any(gate.cancels_under_norm() for gate in variant.gates),
             initial_scores=tuple(gate.initial_score() for gate in variant.gates),
         )
         for name, variant in VARIANTS.items()
@@ -48,6 +50,6 @@ def markdown_table(rows: Iterable[VariantRow]) -> str:
     """The rows as a Markdown table."""
     lines = ["| name | axes that differ | origin | added parameters | initial score |", "|---|---|---|---:|---:|"]
     for row in rows:
-        scores = ", ".join(f"{score:.4g}" for score in row.initial_scores) or "-"
+        scores = ", ".join(f"{score:.5g}" for score in row.initial_scores) or "-"
         lines.append(f"| `{row.name}` | {row.describe_axes()} | {row.origin} | {row.parameters:,} | {scores} |")
     return "\n".join(lines) + "\n"

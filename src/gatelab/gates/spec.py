@@ -32,6 +32,15 @@ class AttentionShape(Settings):
     num_kv_heads: int = Field(gt=0, description="K, key/value heads")
     head_size: int = Field(gt=0, description="C")
 
+    @model_validator(mode="after")
+    def _check_groups(self) -> AttentionShape:
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; "
+                "each key/value head serves equally many query heads"
+            )
+        return self
+
 
 class GateSpec(Settings):
     """One gate: scores s = activation(source W), and y' = y * s (multiply) or y + s (add) on one tensor y.

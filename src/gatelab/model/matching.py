@@ -12,24 +12,26 @@ from gatelab.model.settings import ModelSettings
 Match = Literal["none", "parameters", "active"]
 
 
-def with_gate(settings: ModelSettings, variant: Variant, match: Match = "none", multiple: int = 8) -> ModelSettings:
-    """The ungated baseline with a variant's gates, its feed-forward narrowed to pay for them.
-
-    F' = F - gate parameters / (3 D L), rounded up to a multiple (128 gives the paper's 5,504 and 6,144). With a mixture
-    of experts it is the experts' width, divided further by the E experts (``match="parameters"``) or by the k that a
-    token sees (``match="active"``). Raises ``ValueError`` when nothing would be left of the feed-forward.
-    """
+def with_gate(settings: ModelSettings, variant: Variant, match: Match = "none") -> ModelSettings:
+    """The ungated baseline with a variant's gates, its feed-forward narrowed to pay for them by :func:`matched`."""
     gated = settings.model_copy(update={"gates": variant.gates, "control": variant.control})
+    return matched(ModelSettings.parse(gated.to_mapping()), match)
+
+
+def matched(settings: ModelSettings, match: Match) -> ModelSettings:
+    """The model with its feed-forward narrowed by what its gates and control hold.
+
+    F' = F - gate parameters / (3 D L), rounded up to ``settings.matching_multiple`` (128 gives the paper's 5,504 and
+    6,144). With a mixture of experts it is the experts' width, divided further by the E experts for "parameters" or by
+    the k that a token sees for "active". Raises ``ValueError`` when nothing would be left of the feed-forward.
+    """
     if match == "none":
-        return ModelSettings.parse(gated.to_mapping())
-    per_layer = [
-        variant.model_copy(update={"gates": gated.gates_on_layer(layer)}).num_parameters(settings.attention_shape)
-        for layer in range(settings.num_layers)
-    ]
-    mixture = settings.mixture
+        return settings
+    in_gates = sum(_gate_parameters(settings, layer) for layer in range(settings.num_layers))
+    mixture, multiple = settings.mixture, settings.matching_multiple
     experts = 1 if mixture is None else mixture.num_experts if match == "parameters" else mixture.experts_per_token
     width = settings.feedforward_width if mixture is None else mixture.expert_width
-    exact = width - Fraction(sum(per_layer), 3 * settings.width * settings.num_layers * experts)
+    exact = width - Fraction(in_gates, 3 * settings.width * settings.num_layers * experts)
     narrowed = min(width, ceil(exact / multiple) * multiple)
     if narrowed <= 0:
         raise ValueError(
@@ -41,4 +43,10 @@ def with_gate(settings: ModelSettings, variant: Variant, match: Match = "none", 
         changes["feedforward_width"] = narrowed
     else:
         changes["mixture"] = mixture.model_copy(update={"expert_width": narrowed}).to_mapping()
-    return ModelSettings.parse({**gated.to_mapping(), **changes})
+    return ModelSettings.parse({**settings.to_mapping(), **changes})
+
+
+def _gate_parameters(settings: ModelSettings, layer: int) -> int:
+    """What the gates and the control of one layer hold."""
+    own = Variant(gates=settings.gates_on_layer(layer), control=settings.control, origin="one layer")
+    return own.num_parameters(settings.attention_shape)

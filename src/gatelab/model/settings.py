@@ -58,6 +58,9 @@ class ModelSettings(Settings):
     gates: tuple[GateSpec, ...] = ()
     control: OutputControl | None = None
     init_std: float = Field(default=0.02, gt=0, description="standard deviation of every initial weight matrix")
+    matching_multiple: int = Field(
+        default=8, gt=0, description="a feed-forward narrowed to match parameters has a width that this divides"
+    )
     drawn_feedforward_width: int | None = Field(
         default=None,
         description="width at which initial feed-forward matrices are drawn before they are cut to size, so that a "
@@ -67,9 +70,7 @@ class ModelSettings(Settings):
     @property
     def attention_shape(self) -> AttentionShape:
         """The sizes that gates depend on."""
-        return AttentionShape(
-            width=self.width, num_heads=self.num_heads, num_kv_heads=self.num_kv_heads, head_size=self.head_size
-        )
+        return AttentionShape.parse({name: getattr(self, name) for name in AttentionShape.model_fields})
 
     def gates_on_layer(self, layer: int) -> tuple[GateSpec, ...]:
         """The gates of one layer, at most one for each position."""
@@ -77,11 +78,7 @@ class ModelSettings(Settings):
 
     @model_validator(mode="after")
     def _check_sizes(self) -> ModelSettings:
-        if self.num_heads % self.num_kv_heads:
-            raise ValueError(
-                f"num_heads={self.num_heads} is not divisible by num_kv_heads={self.num_kv_heads}; "
-                "each key/value head serves equally many query heads"
-            )
+        _ = self.attention_shape
         rotated = self.head_size * self.rope.fraction
         if rotated != int(rotated) or int(rotated) % 2:
             raise ValueError(

@@ -42,7 +42,7 @@ def demo(gate: str = "none", match: Match = "none") -> RunSettings:
             sequences_per_step=4,
             optimizer=OptimizerSettings(learning_rate=4e-3),
             schedule=ScheduleSettings(warmup_steps=40),
-            evaluation=EvaluationSettings(every=60, windows=16, measure_every=20),
+            evaluation=EvaluationSettings(every=60, windows=16, measure_every=30),
             checkpoint=CheckpointSettings(every=20),
         ),
     )

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import get_args
 
-from gatelab.model.matching import Match
+from gatelab.gates.variants import find_variant
+from gatelab.model.matching import Match, matched, with_gate
 from gatelab.recipes.paper import paper_dense_28l, paper_dense_48l, paper_moe_15a2b
 from gatelab.recipes.small import backcopy, demo, dense_tiny, moe_tiny
 from gatelab.settings import nearest
 from gatelab.train.settings import RunSettings
 
 Recipe = Callable[..., RunSettings]
+_OF_GATES = ("model.gates", "model.control")
 
 RECIPES: dict[str, Recipe] = {
     recipe.__name__: recipe
@@ -23,29 +24,38 @@ RECIPES: dict[str, Recipe] = {
 def resolve(name: str, assignments: Sequence[str] = ()) -> RunSettings:
     """The settings of a recipe with ``key=value`` words applied.
 
-    Words without a dot are arguments of the recipe (``gate=sdpa_elementwise``, ``match=parameters``), words with dots
-    are paths of its settings (``train.learning_rate=1e-3``). Raises ``ValueError`` with the nearest name for any other.
+    ``gate=NAME`` and ``match=none|parameters|active`` go with every recipe; words with dots are paths of its settings
+    (``train.optimizer.learning_rate=1e-3``). Whatever their order, the model's shape is settled first, then its gates,
+    and last of all the feed-forward is matched. Raises ``ValueError`` with the nearest name for a mistake.
     """
     if name not in RECIPES:
         raise ValueError(f"recipe {name!r} is unknown; {nearest(name, RECIPES)}")
-    recipe = RECIPES[name]
-    parameters = inspect.signature(recipe).parameters
-    arguments, overrides = {}, []
+    options, overrides = {"gate": "none", "match": "none"}, []
+    given = set()
     for word in assignments:
         key, separator, value = word.partition("=")
         if not separator:
             raise ValueError(f"{word!r} is not an assignment: write key=value")
         if "." in key:
             overrides.append(word)
-        elif key in parameters:
-            arguments[key] = value
+        elif key not in options:
+            paths = [*options, *(f"{field}." for field in RunSettings.model_fields)]
+            raise ValueError(f"{key!r} is no word for recipe {name}; {nearest(key, paths)}")
+        elif key in given:
+            raise ValueError(f"{key} is given twice; once is possible")
         else:
-            paths = [*parameters, *(f"{field}." for field in RunSettings.model_fields)]
-            raise ValueError(f"{key!r} is no argument of recipe {name}; {nearest(key, paths)}")
-    _require_match(arguments.get("match", "none"))
-    return recipe(**arguments).with_overrides(overrides)
+            options[key] = value
+            given.add(key)
+    match = _require_match(options["match"])
+    of_gates = [word for word in overrides if word.startswith(_OF_GATES)]
+    run = RECIPES[name]().with_overrides(word for word in overrides if word not in of_gates)
+    gated = run.model_copy(update={"model": with_gate(run.model, find_variant(options["gate"]))})
+    gated = gated.with_overrides(of_gates)
+    return RunSettings.parse({**gated.to_mapping(), "model": matched(gated.model, match).to_mapping()})
 
 
-def _require_match(match: str) -> None:
-    if match not in get_args(Match):
-        raise ValueError(f"match cannot be {match!r}; {nearest(match, get_args(Match))}")
+def _require_match(match: str) -> Match:
+    for choice in get_args(Match):
+        if match == choice:
+            return choice
+    raise ValueError(f"match cannot be {match!r}; {nearest(match, get_args(Match))}")

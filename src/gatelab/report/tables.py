@@ -91,7 +91,9 @@ def to_terminal(table: Table) -> rich.table.Table:
     """The table for ``console.print``, its first column never broken; no cell can style the terminal."""
     view = rich.table.Table(title=_terminal_text(table.caption) if table.caption else None, title_justify="left")
     for number, column in enumerate(table.columns):
-        view.add_column(_terminal_text(column.heading), justify=column.align or "left", no_wrap=number == 0)
+        view.add_column(
+            _terminal_text(column.heading), justify=column.align or "left", no_wrap=number == 0, overflow="fold"
+        )
     for cells in table.cells():
         view.add_row(*map(_terminal_text, cells))
     return view

@@ -89,15 +89,15 @@ def _lead(study: Study, runs: list[ArmRun], differences: Differences) -> str:
         "choice of held-out text moves a difference; they say nothing about other seeds. One seed shows how the "
         "measurements are read; it does not show that a gate helps."
     )
-    return text.replace(" -", " \N{MINUS SIGN}")
+    return text
 
 
 def _result_text(runs: list[ArmRun]) -> str:
     heldout = _heldout(runs[0])
     domain = next(iter(runs[0].result["heldout"]))
     return (
-        f"Held-out text: {domain}, {heldout['tokens']:,} tokens of articles that no arm was trained on, each scored "
-        "once. The feed-forward of the gated arms is narrowed to pay for their gates."
+        f"Held-out text: {domain}, {heldout['tokens']:,} tokens of documents that no arm was trained on, each scored "
+        "once. The arms differ in what the settings in their folders say, and in nothing else."
     )
 
 
@@ -160,7 +160,7 @@ def _quality(study: Study, runs: list[ArmRun], differences: Differences) -> Sect
     definition = (
         "Perplexity is exp of the mean cross-entropy; bits per byte is nats / (ln 2 x UTF-8 bytes), so it compares "
         "across tokenizers. The start of a document is context, never scored. Intervals: paired bootstrap over the "
-        "held-out articles, 2,000 resamples, percentiles 2.5 and 97.5."
+        "held-out documents, 2,000 resamples, percentiles 2.5 and 97.5."
     )
     figure = Figure(
         chart, "Left of zero the arm predicts better. One seed: the interval is of the text alone.", definition
@@ -186,7 +186,7 @@ def _attention(runs: list[ArmRun]) -> Section:
     share = Column("share", "attention to the first token", ".3f")
     uniform = Reference("uniform attention", floor)
     definition = (
-        "Mean over queries 0 to T-1 of the attention probability on token 0, which is BOS; query 0 sees itself alone. "
+        "Mean over queries 0 to T-1 of the attention probability on token 0, query 0 sees itself alone. "
         "Uniform attention gives the mean of 1/(t+1), the floor."
     )
     return Section(
@@ -305,7 +305,7 @@ def _measured(runs: list[ArmRun]) -> str:
     context = runs[0].measurement["context"]
     return (
         f"After training, on {context['num_sequences']} held-out windows of T = {context['tokens_per_sequence']} "
-        "tokens that begin with BOS, without padding."
+        "tokens, without padding."
     )
 
 
