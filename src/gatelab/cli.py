@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import sys
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +26,7 @@ Assignments = Annotated[
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
 Cache = Annotated[Path, typer.Option(help="folder for downloads and token shards")]
-DEFAULT_CACHE = Path.home() / ".cache" / "gatelab"
+DEFAULT_CACHE = Path("~/.cache/gatelab")
 
 
 @app.command()
@@ -43,7 +44,7 @@ def demo(
 
     console = Console()
     with TrainingProgress(console) as progress:
-        runs = run_study(DEMO, out, cache, progress)
+        runs = run_study(DEMO, out, cache.expanduser(), progress)
     differences = compare_with_baseline(DEMO, runs)
     report = out / "report.html"
     write_page(study_page(DEMO, runs, differences, f"gatelab demo --out {out}"), report)
@@ -67,10 +68,49 @@ def train(
     settings = resolve(recipe, assignments or [])
     folder = out or Path("runs") / recipe
     with TrainingProgress(Console()) as progress:
-        result = train_run(settings, folder, cache, progress)
+        result = train_run(settings, folder, cache.expanduser(), progress)
     typer.echo(json.dumps({"heldout": result["heldout"], "measurement": result["measurement"]}, indent=1))
     typer.echo("\n".join(json.loads((folder / "data.json").read_text(encoding="utf-8"))["attributions"]))
     typer.echo(f"Run folder: {folder.resolve()}")
+
+
+@app.command()
+def diagnose(
+    model: Annotated[str, typer.Argument(help="run folder, Hugging Face folder, hub name or GGUF file")],
+    compare: Annotated[str | None, typer.Option(help="a second model, side by side on shared scales")] = None,
+    text: Annotated[Path | None, typer.Option(help="measure on this text (.txt, .jsonl, .parquet)")] = None,
+    corpus: Annotated[str | None, typer.Option(help="or on the held-out part of this corpus, by name")] = None,
+    length: Annotated[int | None, typer.Option(help="tokens of a sample; 4096, or what the model can read")] = None,
+    samples: Annotated[int, typer.Option(help="number of samples")] = 4,
+    full: Annotated[bool, typer.Option("--full", help="add entropy, distance, top keys, delimiters, ranks")] = False,
+    clamp: Annotated[bool, typer.Option("--clamp", help="add perplexity with the gates held at their means")] = False,
+    precision: Annotated[bool, typer.Option("--precision", help="add the error of bfloat16 against float32")] = False,
+    out: Annotated[Path | None, typer.Option(help="folder to write; runs/diagnosis/NAME when left out")] = None,
+    dtype: Annotated[str, typer.Option(help="of weights and activations")] = "float32",
+    cache: Cache = DEFAULT_CACHE,
+) -> None:
+    """Look inside a model: attention sinks, massive activations, gates, rank; writes a page and its numbers."""
+    from gatelab.data.settings import CorpusSettings
+    from gatelab.diagnose.page import verdict_table
+    from gatelab.evaluate import diagnosis
+    from gatelab.evaluate.texts import file_text
+    from gatelab.report.tables import safe_for_terminal, to_terminal
+
+    if text is not None and corpus is not None:
+        raise ValueError(f"--text {text} and --corpus {corpus} are two texts; give one of them")
+    source = CorpusSettings.parse({"name": corpus} if corpus else {}) if text is None else file_text(text)
+    examination = diagnosis.Examination(source, cache, length, samples, full, clamp, precision, dtype)
+    names = [model] if compare is None else [model, compare]
+    folder = out or diagnosis.default_folder(names)
+    diagnosis.require_replaceable(folder)
+    diagnoses = diagnosis.diagnose(names, examination)
+    page = diagnosis.write_diagnosis(folder, diagnoses, shlex.join(["gatelab", *sys.argv[1:]]))
+    console = Console()
+    for result, mapping in diagnoses:
+        for line in (result.name, *mapping["verdict"]["sentences"]):
+            console.print(safe_for_terminal(line), markup=False, highlight=False)
+    console.print(to_terminal(verdict_table([one.result for one in diagnoses])))
+    console.print(f"Report: {page.resolve()}", soft_wrap=True, markup=False)
 
 
 @app.command()
@@ -80,7 +120,7 @@ def variants(
     heads: Annotated[int, typer.Option(help="H, query heads")] = 32,
     kv_heads: Annotated[int, typer.Option(help="K, key/value heads")] = 4,
     head_size: Annotated[int, typer.Option(help="C")] = 128,
-    layers: Annotated[int, typer.Option(help="L")] = 24,
+    layers: Annotated[int, typer.Option(help="L", min=1)] = 24,
 ) -> None:
     """List every named gate: axes, origin, added parameters (default shape: the paper's 15A2B), initial value."""
     from gatelab.gates.catalogue import list_variants
@@ -105,7 +145,7 @@ def variants(
             "axes": row.describe_axes(),
             "origin": row.origin,
             "parameters": row.parameters,
-            "initial": ", ".join(f"{score:.4g}" for score in row.initial_scores) or None,
+            "initial": ", ".join(f"{score:.5g}" for score in row.initial_scores) or None,
         }
         for row in rows
     ]

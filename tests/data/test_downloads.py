@@ -95,3 +95,14 @@ def test_a_client_that_hangs_is_given_up(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(downloads.subprocess, "run", run)
     with pytest.raises(OSError, match="nothing after 900 seconds"):
         fetch(archive(), tmp_path)
+
+
+def test_a_relative_folder_means_one_place_for_us_and_for_the_client(
+    client: Callable[..., list[list[str]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The client runs in another folder than we do."""
+    monkeypatch.chdir(tmp_path)
+    calls = client()
+    assert fetch(archive(), Path("cache")) == tmp_path / "cache" / "some.whl"
+    target, requirements = (Path(calls[0][calls[0].index(option) + 1]) for option in ("--dest", "--requirement"))
+    assert target.is_absolute() and target.parent == tmp_path / "cache" and requirements.parent == target

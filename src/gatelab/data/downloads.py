@@ -33,10 +33,11 @@ class Archive:
 
 
 def fetch(archive: Archive, folder: Path) -> Path:
-    """The archive's path under ``folder``, downloaded unless a copy with the right SHA-256 is there already.
+    """The archive's absolute path under ``folder``, downloaded unless a copy with the right SHA-256 is there already.
 
     Raises ``OSError`` with one sentence when the client is missing, the transfer fails or the content differs.
     """
+    folder = folder.absolute()
     path = folder / archive.filename
     if path.is_file() and sha256(path) == archive.sha256:
         return path

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
@@ -17,9 +18,10 @@ from typing import Any
 from filelock import FileLock
 
 from gatelab.data.checksums import WAY_OUT, recorded_checksum, verify_checksum, write_with_checksum
-from gatelab.data.corpora import Split, attribution, documents, estimated_bytes, identity
+from gatelab.data.corpora import Split, attribution, documents, estimated_bytes, identity, local_files
+from gatelab.data.folders import kept_if_used, require_folder
 from gatelab.data.settings import CorpusSettings, DataSettings
-from gatelab.data.shards import TokenShards, write_shards
+from gatelab.data.shards import MissingShardError, TokenShards, write_shards
 from gatelab.data.tokenizer import Tokenizer, tokenizer_file, train_tokenizer
 from gatelab.files import remove_leftovers, require_free_space, sha256
 
@@ -45,26 +47,59 @@ class PreparedData:
 def prepare(settings: DataSettings, cache: Path, on_progress: Progress | None = None) -> PreparedData:
     """Tokenize what the settings name into a folder under ``cache``, or verify and reuse the one that is there.
 
-    ``on_progress`` gets a stage's name and the UTF-8 bytes of text it has handled. Only one process prepares at a time;
-    others wait and reuse the result. Raises ``ValueError`` or ``OSError`` with one clear sentence: for a source that is
-    missing or empty, a failed download, a damaged file, or too little free space (checked first).
+    A file that was deleted is made again. ``on_progress`` gets a stage's name and the UTF-8 bytes of text it has
+    handled. Only one process prepares at a time; others wait and reuse the result. Raises ``ValueError`` or ``OSError``
+    with one clear sentence: for a source that is missing or empty, training text that is also held out, a failed
+    download, a damaged file, or too little free space (checked first). Text that is refused leaves nothing behind.
     """
     if settings.synthetic is not None:
         raise ValueError("a synthetic task has no text to prepare; build BigramBackcopy from data.synthetic")
     report = on_progress or (lambda stage, num_bytes: None)
+    require_folder(cache)
+    _require_apart(settings)
     recipe = _recipe(settings)
     folder = cache / "prepared" / _digest(recipe)[:16]
-    folder.mkdir(parents=True, exist_ok=True)
-    with FileLock(folder.with_suffix(".lock")):
-        if (folder / "manifest.json").exists():
+    lock = folder.with_suffix(".lock")
+    with kept_if_used(folder, lock, lock=FileLock(lock)):
+        prepared = _open_if_complete(settings, folder)
+        if prepared is None:
+            _require_space(settings, folder)
+            _build(settings, folder, cache, report)
             prepared = _open(settings, folder)
+        if (folder / "manifest.json").exists():
             _require_manifest(prepared)
-            return prepared
-        _require_space(settings, folder)
-        _build(settings, folder, cache, report)
-        prepared = _open(settings, folder)
-        _write_manifest(prepared, recipe)
+        else:
+            _write_manifest(prepared, recipe)
         return prepared
+
+
+def _require_apart(settings: DataSettings) -> None:
+    """Raise ``ValueError`` when the training corpus and a held-out one read the same file under two names.
+
+    Two splits of one dataset may lie in the same files, and are told apart by the dataset.
+    """
+    if not settings.heldout:
+        return
+    trained = {path.resolve() for path in local_files(settings.train)}
+    for corpus in settings.heldout:
+        if corpus.name == settings.train.name == "hugging_face":
+            continue
+        shared = [path for path in local_files(corpus) if path.resolve() in trained]
+        if shared:
+            raise ValueError(
+                f"{shared[0]} is read by the training corpus {settings.train.label} and by the held-out corpus "
+                f"{corpus.label}; move it out of one of them, or drop {corpus.label} from heldout"
+            )
+
+
+def _open_if_complete(settings: DataSettings, folder: Path) -> PreparedData | None:
+    """What was prepared before, or ``None`` when some of it is not there."""
+    if not all((folder / name).exists() for name in ("manifest.json", "tokenizer.json")):
+        return None
+    try:
+        return _open(settings, folder)
+    except MissingShardError:
+        return None
 
 
 def _recipe(settings: DataSettings) -> dict[str, Any]:
@@ -80,15 +115,22 @@ def _recipe(settings: DataSettings) -> dict[str, Any]:
 
 
 def _build(settings: DataSettings, folder: Path, cache: Path, report: Progress) -> None:
-    tokenizer = _tokenizer(settings, folder, cache, report)
-    for name, corpus, split in _splits(settings):
-        write_shards(
-            folder / name,
-            _texts(corpus, split, cache),
-            tokenizer,
-            tokens_per_shard=settings.tokens_per_shard,
-            on_progress=partial(report, f"tokenizing {name}"),
-        )
+    """Write what is not there yet; text that is refused takes everything made of it along."""
+    is_new = not any(folder.iterdir())
+    try:
+        tokenizer = _tokenizer(settings, folder, cache, report)
+        for name, corpus, split in _splits(settings):
+            write_shards(
+                folder / name,
+                _texts(corpus, split, cache),
+                tokenizer,
+                tokens_per_shard=settings.tokens_per_shard,
+                on_progress=partial(report, f"tokenizing {name}"),
+            )
+    except ValueError:
+        if is_new:
+            shutil.rmtree(folder)
+        raise
 
 
 def _splits(settings: DataSettings) -> list[tuple[str, CorpusSettings, Split]]:

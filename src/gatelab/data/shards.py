@@ -78,6 +78,10 @@ class Shard:
         self.document_text_bytes = raw[documents + 8 * count :].view("<i8")
 
 
+class MissingShardError(ValueError):
+    """A folder lacks one of its shards, or all; what is there is whole."""
+
+
 class TokenShards:
     """All shards of a folder as one sequence of tokens with document boundaries; nothing is read until asked for.
 
@@ -89,10 +93,10 @@ class TokenShards:
         self.folder = folder
         self.shards = _open_shards(folder, verify=verify)
         if not self.shards:
-            raise ValueError(f"{folder} holds no token shards; prepare the data first")
+            raise MissingShardError(f"{folder} holds no token shards; prepare the data first")
         if not self.shards[-1].header.is_last:
             missing = _shard_path(folder, len(self.shards)).name
-            raise ValueError(f"{folder} is incomplete: {missing} is missing; prepare the data again to go on")
+            raise MissingShardError(f"{folder} is incomplete: {missing} is missing; prepare the data again to go on")
         self._first_tokens = np.array([shard.header.first_token for shard in self.shards])
 
     def __len__(self) -> int:

@@ -1,35 +1,169 @@
-"""Gate scores: how open, how sparse."""
+"""Gate scores: how open, how sparse, and whether a gate shuts where its head parks attention."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from gatelab.diagnose.attention import widened
+
 HISTOGRAM_BINS = 20
+BOUNDED_ACTIVATIONS = frozenset({"sigmoid", "ns_sigmoid", "double_sigmoid"})
+SHUT_BELOW, SHUT_SHARE, SPARSE_SHARE, TOKENS_TO_JUDGE = 0.05, 0.999, 0.95, 10_000
+
+
+class ScoreStatistics(NamedTuple):
+    """Statistics of ``n`` scores: all of a gate, or those of one of its heads.
+
+    ``histogram`` counts 20 equal bins of [0, 1], values beyond in the end bins. ``first_token_mean`` is over the first
+    real token of each document, ``rest_mean`` over the others; both ``None`` for an input-independent gate. A gate is
+    shut when 99.9 % of its scores are below 0.05, and sparse when 95 % are. ``None``: that is not said with fewer than
+    10,000 tokens, of scores that are added, and of activations that are not bounded (an activation that is not known
+    passes for bounded while all scores lie in [0, 1]).
+    """
+
+    mean: float
+    below_hundredth: float
+    below_tenth: float
+    above_nine_tenths: float
+    first_token_mean: float | None
+    rest_mean: float | None
+    first_token_n: int
+    is_shut: bool | None
+    is_sparse: bool | None
+    histogram: list[int]
+    n: int
 
 
 class GateStatistics(NamedTuple):
-    """Statistics of one gate's scores; ``histogram`` counts 20 equal bins of [0, 1], values beyond in the end bins."""
+    """One gate of one layer: all its scores, and head by head.
 
-    mean: float
-    below_tenth: float
-    above_nine_tenths: float
-    mean_by_head: list[float]
-    histogram: list[int]
+    ``sink_correlation`` is by query head: Pearson's correlation over queries between the query's score (mean over
+    channels; of its key/value head for value and key gates) and its attention to the first real key, that key's own
+    query left out. ``None`` where one of them does not vary. ``queries`` counts them, ``tokens`` all real
+    tokens.
+    """
+
+    whole: ScoreStatistics
+    by_head: list[ScoreStatistics]
+    sink_correlation: list[float | None]
+    tokens: int
+    queries: int
 
 
-def gate_statistics(scores: Float[Tensor, "B T N C1"]) -> GateStatistics:
-    """Over all samples, tokens, heads and channels. A headwise score counts once for its head."""
-    scores = scores.float()
-    # In float64, because a float32 bin stops counting at 2^24.
-    histogram = torch.histc(scores.clamp(0, 1).double(), bins=HISTOGRAM_BINS, min=0, max=1)
-    return GateStatistics(
-        mean=float(scores.mean()),
-        below_tenth=float((scores < 0.1).float().mean()),
-        above_nine_tenths=float((scores > 0.9).float().mean()),
-        mean_by_head=[float(mean) for mean in scores.mean((0, 1, 3))],
-        histogram=[int(count) for count in histogram],
-    )
+class GateTotals:
+    """Running sums of one gate's scores on one layer, by head."""
+
+    def __init__(self, activation: str | None = None, is_added: bool = False):
+        self.activation, self.is_added = activation, is_added
+        self.tokens = 0
+        self.counts: Int[Tensor, "N 4"] | None = None
+        self.histograms: Int[Tensor, "N bins"] | None = None
+        self.sums: Float[Tensor, "N 2"] | None = None
+        self.scores_by_head, self.first_scores_by_head, self.within_unit = 0, 0, True
+        self.moments: Float[Tensor, "5 H"] | None = None
+        self.pairs = 0
+        self.depends_on_input = True
+
+    def add(
+        self,
+        scores: Float[Tensor, "#B #T N C1"],
+        real: Bool[Tensor, "#B T"],
+        is_first: Bool[Tensor, "#B T"],
+        num_samples: int,
+    ) -> None:
+        """Add one pass. An input-independent gate (T = 1) has one score for all tokens and counts once."""
+        real = real.expand(num_samples, -1)
+        self.tokens += int(real.sum())
+        self.depends_on_input = scores.shape[1] == real.shape[1]
+        if not self.depends_on_input:
+            if self.counts is None:
+                self._add_scores(widened(scores).flatten(0, 1), is_first.new_zeros(1))
+            return
+        self._add_scores(widened(scores)[real], is_first.expand_as(real)[real])
+
+    def _add_scores(self, scores: Float[Tensor, "tokens N C1"], is_first: Bool[Tensor, "tokens"]) -> None:
+        per_head = scores.transpose(0, 1).flatten(1)
+        limits = (per_head < 0.01, per_head < SHUT_BELOW, per_head < 0.1, per_head > 0.9)
+        counts = torch.stack([limit.sum(1) for limit in limits], dim=1).cpu()
+        # In float64, because a float32 bin stops counting at 2^24.
+        bins = [torch.histc(one.double(), bins=HISTOGRAM_BINS, min=0, max=1) for one in per_head.clamp(0, 1)]
+        histograms = torch.stack(bins).long().cpu()
+        by_token = scores.sum(2, dtype=torch.float64)
+        sums = torch.stack((by_token.sum(0), by_token[is_first].sum(0)), dim=1).cpu()
+        self.within_unit &= bool(((per_head >= 0) & (per_head <= 1)).all())
+        if self.counts is None or self.histograms is None or self.sums is None:
+            self.counts, self.histograms, self.sums = counts, histograms, sums
+        else:
+            self.counts, self.histograms, self.sums = (
+                self.counts + counts, self.histograms + histograms, self.sums + sums
+            )  # fmt: skip
+        self.scores_by_head += per_head.shape[1]
+        self.first_scores_by_head += int(is_first.sum()) * scores.shape[2]
+
+    def add_pairs(
+        self,
+        scores: Float[Tensor, "#B #T N C1"],
+        mass: Float[Tensor, "B H T"],
+        counted: Bool[Tensor, "#B T"],
+    ) -> None:
+        """Add the counted queries' pairs of score and attention to the first real key, for the correlation."""
+        if scores.shape[1] != mass.shape[2]:
+            return
+        by_head = scores.mean(3, dtype=torch.float64).transpose(1, 2)
+        by_head = by_head.repeat_interleave(mass.shape[1] // by_head.shape[1], 1)
+        counted = counted.expand(len(mass), -1)
+        x, y = (torch.where(counted[:, None], one, 0).double() for one in (by_head, mass))
+        moments = torch.stack([one.sum((0, 2)) for one in (x, y, x * x, y * y, x * y)]).cpu()
+        self.moments = moments if self.moments is None else self.moments + moments
+        self.pairs += int(counted.sum())
+
+    def statistics(self) -> GateStatistics | None:
+        """The figures over all passes; ``None`` when no real token came."""
+        if self.counts is None or self.histograms is None or self.sums is None or not self.scores_by_head:
+            return None
+        parts = (self.counts, self.histograms, self.sums)
+        heads = [self._statistics(*head, num_heads=1) for head in zip(*parts, strict=True)]
+        whole = self._statistics(*(part.sum(0) for part in parts), num_heads=len(self.counts))
+        return GateStatistics(whole, heads, self._correlation(), self.tokens, self.pairs)
+
+    def _statistics(
+        self, counts: Int[Tensor, "4"], histogram: Int[Tensor, "bins"], sums: Float[Tensor, "2"], num_heads: int
+    ) -> ScoreStatistics:
+        n, first = num_heads * self.scores_by_head, num_heads * self.first_scores_by_head
+        total, first_total = sums.tolist()
+        below_hundredth, below_limit, below_tenth, above = (counts.double() / n).tolist()
+        judged = self._can_be_judged()
+        return ScoreStatistics(
+            mean=total / n,
+            below_hundredth=below_hundredth,
+            below_tenth=below_tenth,
+            above_nine_tenths=above,
+            first_token_mean=first_total / first if first else None,
+            rest_mean=(total - first_total) / (n - first) if self.depends_on_input and n > first else None,
+            first_token_n=first,
+            is_shut=below_limit >= SHUT_SHARE if judged else None,
+            is_sparse=below_limit >= SPARSE_SHARE if judged else None,
+            histogram=histogram.tolist(),
+            n=n,
+        )
+
+    def _can_be_judged(self) -> bool:
+        is_bounded = self.within_unit if self.activation is None else self.activation in BOUNDED_ACTIVATIONS
+        return is_bounded and not self.is_added and self.tokens >= TOKENS_TO_JUDGE
+
+    def _correlation(self) -> list[float | None]:
+        if self.moments is None or not self.pairs:
+            return []
+        x, y, xx, yy, xy = self.moments / self.pairs
+        found: list[float | None] = []
+        for covariance, *variances in zip(xy - x * y, xx - x * x, yy - y * y, strict=True):
+            # A variance that is all rounding error is none.
+            has_spread = all(
+                variance > 1e-12 * mean for variance, mean in zip(variances, (xx.max(), yy.max()), strict=True)
+            )
+            found.append(float(covariance / (variances[0] * variances[1]).sqrt()) if has_spread else None)
+        return found

@@ -1,108 +1,119 @@
-"""One pass over one model, one result."""
+"""Passes over one model, one result."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
-from jaxtyping import Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from gatelab.diagnose.attention import uniform_floor
-from gatelab.diagnose.recorder import LayerMeasurement, Recorder
+from gatelab.diagnose.attention import attend
+from gatelab.diagnose.calls import AttentionCall, Visibility
+from gatelab.diagnose.measurement import LayerMeasurement, Measurement
+from gatelab.diagnose.recorder import EMBEDDING, Recorder
+
+__all__ = ["Attach", "LayerMeasurement", "Measurement", "attach_decoder", "measure"]
 
 Attach = Callable[[nn.Module, Recorder], AbstractContextManager[Any]]
-
-
-class Measurement(NamedTuple):
-    """What one pass measured, layer by layer, with the context that the figures depend on.
-
-    ``floor`` and ``floor_after_first`` are the first-token attention of uniform attention over the same queries.
-    """
-
-    layers: list[LayerMeasurement]
-    num_sequences: int
-    num_tokens: int
-    floor: float
-    floor_after_first: float
-
-    @property
-    def first_token(self) -> float:
-        """The paper's F-Attn: mean over heads, then layers."""
-        return _mean([_mean(layer.first_token) for layer in self.layers])
-
-    @property
-    def worst_layer_first_token(self) -> float:
-        """The largest mean over heads of any layer."""
-        return max(_mean(layer.first_token) for layer in self.layers)
-
-    @property
-    def largest_activation(self) -> float:
-        """The largest |h| of any layer's output."""
-        return max(layer.hidden.value for layer in self.layers if layer.hidden)
-
-    @property
-    def mean_activation_maximum(self) -> float:
-        """The paper's M-Act: the largest |h| of each layer's output, averaged over layers."""
-        return _mean([layer.hidden.value for layer in self.layers if layer.hidden])
-
-    @property
-    def gate_mean(self) -> float | None:
-        """Mean gate score over layers and positions; ``None`` for an ungated model."""
-        means = [gate.mean for layer in self.layers for gate in layer.gates.values()]
-        return _mean(means) if means else None
-
-    def summary(self) -> dict[str, float | int | None]:
-        """The figures that are logged during training, by name."""
-        return {
-            "first_token_attention": self.first_token,
-            "first_token_attention_worst_layer": self.worst_layer_first_token,
-            "first_token_attention_floor": self.floor,
-            "sink_rate": _mean([_mean(layer.sink_rate) for layer in self.layers]),
-            "largest_activation": self.largest_activation,
-            "mean_activation_maximum": self.mean_activation_maximum,
-            "gate_mean": self.gate_mean,
-            "measured_tokens": self.num_sequences * self.num_tokens,
-        }
-
-    def to_mapping(self) -> dict[str, Any]:
-        """Everything, as plain values for JSON."""
-        layers = [
-            {**vars(layer), "gates": {name: gate._asdict() for name, gate in layer.gates.items()},
-             "hidden": layer.hidden._asdict() if layer.hidden else None}
-            for layer in self.layers
-        ]  # fmt: skip
-        context = {"num_sequences": self.num_sequences, "tokens_per_sequence": self.num_tokens}
-        floors = {"floor": self.floor, "floor_after_first": self.floor_after_first}
-        return {"summary": self.summary(), "context": context, **floors, "layers": layers}
+_PADDING_DOCUMENT = -1
 
 
 @torch.no_grad()
 def measure(
-    model: nn.Module, tokens: Int[Tensor, "B T"], attach: Attach | None = None, causal: bool = True
+    model: nn.Module,
+    tokens: Int[Tensor, "N T"],
+    attach: Attach | None = None,
+    *,
+    full: bool = False,
+    batch_size: int = 1,
+    padding_mask: Bool[Tensor, "N T"] | None = None,
+    documents: Int[Tensor, "N T"] | None = None,
+    first_tokens: int = 4,
+    skipped_queries: Sequence[int] = (1, 64),
+    delimiters: Mapping[str, Sequence[int]] | None = None,
 ) -> Measurement:
-    """Run ``model(tokens)`` once and measure every attention layer and layer output on the way.
+    """Run the model once over ``tokens``, ``batch_size`` rows at a time, and measure every layer on the way.
 
-    ``attach(model, recorder)`` is a context manager that connects the recorder to a foreign model; a GateLab decoder
-    needs none. The sequences are whole: no padding, one document each, two tokens at least. Nothing of the model
-    changes, and a compiled one runs uncompiled for this pass.
+    The figures are defined in :mod:`~gatelab.diagnose.sinks`, :mod:`~gatelab.diagnose.patterns`,
+    :mod:`~gatelab.diagnose.gate_scores`, :mod:`~gatelab.diagnose.activations` and :mod:`~gatelab.diagnose.rank`; those
+    of a core set cost little beside the forward pass, and ``full`` gives them all. ``padding_mask`` is False for
+    padding, which enters no figure.
+
+    A GateLab decoder is attached by itself, and may be given ``documents``, the document of each token. A foreign model
+    needs ``attach``: ``attach(model, recorder)`` is a context manager that connects the recorder to it; it is called
+    with ``attention_mask`` where there is padding. Nothing of the model changes, and a compiled one runs uncompiled.
     """
     num_sequences, num_tokens = tokens.shape
     if num_tokens < 2:
         raise ValueError(f"sequences of {num_tokens} token say nothing about attention; measure at least 2")
-    recorder = Recorder(causal)
-    with _in_eval_mode(model), (attach or attach_decoder)(model, recorder), torch.compiler.set_stance("force_eager"):
+    if attach is not None and documents is not None:
+        raise ValueError("documents are known to GateLab decoders alone; measure a foreign model without documents=")
+    real = None if padding_mask is None else padding_mask.bool()
+    if real is not None and not real.any():
+        raise ValueError("the padding mask leaves no token to measure")
+    recorder = Recorder(full, first_tokens, skipped_queries, delimiters)
+    with (
+        _in_eval_mode(model),
+        (attach or attach_decoder)(model, recorder),
+        torch.compiler.set_stance("force_eager"),
+    ):
+        for start in range(0, num_sequences, batch_size):
+            rows = slice(start, start + batch_size)
+            batch = [None if one is None else one[rows] for one in (tokens, real, documents)]
+            _pass(model, recorder, attach is None, *batch)
+    return _conclude(model, recorder, tokens, real, documents is not None, batch_size)
+
+
+def _pass(
+    model: nn.Module, recorder: Recorder, is_decoder: bool, tokens: Any, real: Tensor | None, documents: Tensor | None
+) -> None:
+    recorder.start(tokens, real, documents)
+    if real is None and documents is None:
         model(tokens)
-    if not recorder.layers:
+    elif is_decoder:
+        numbers = torch.zeros_like(tokens) if documents is None else documents
+        model(tokens, documents=numbers if real is None else torch.where(real, numbers, _PADDING_DOCUMENT))
+    else:
+        model(tokens, attention_mask=real)
+
+
+def _conclude(
+    model: nn.Module, recorder: Recorder, tokens: Tensor, real: Tensor | None, has_documents: bool, batch_size: int
+) -> Measurement:
+    layers, embedding = recorder.measurements()
+    with_attention = [layer for layer in layers if layer.figures]
+    if missing := recorder.missing_layers():
+        raise ValueError(
+            f"{type(model).__name__} let its attention be observed in {len(with_attention)} of "
+            f"{recorder.expected_layers} layers; nothing came from {', '.join(map(str, missing))}"
+        )
+    if not with_attention:
+        if recorder.skipped:
+            raise ValueError(f"{type(model).__name__} has no softmax attention to measure")
         raise ValueError(f"no attention layer of {type(model).__name__} could be observed; pass attach=")
+    num_sequences, num_tokens = tokens.shape
+    num_real = tokens.numel() if real is None else int(real.sum())
+    parameter = next(model.parameters(), None)
+    context = {
+        "num_sequences": num_sequences,
+        "tokens_per_sequence": num_tokens,
+        "tokens": num_real,
+        "padding": tokens.numel() - num_real,
+        "documents": has_documents,
+        "batch_size": batch_size,
+        "full": recorder.full,
+        "dtype": None if parameter is None else str(parameter.dtype).removeprefix("torch."),
+        "torch": str(torch.__version__),
+    }
     return Measurement(
-        layers=[recorder.layers[index] for index in sorted(recorder.layers)],
-        num_sequences=num_sequences,
-        num_tokens=num_tokens,
-        floor=uniform_floor(num_tokens, causal=causal),
-        floor_after_first=uniform_floor(num_tokens, skipped=1, causal=causal),
+        layers=with_attention,
+        context=context,
+        embedding=embedding,
+        other_layers=[layer for layer in layers if not layer.figures],
+        skipped=dict(recorder.skipped),
     )
 
 
@@ -120,24 +131,82 @@ def _in_eval_mode(model: nn.Module) -> Iterator[None]:
 
 @runtime_checkable
 class Recordable(Protocol):
-    """An attention module that hands its tensors to its ``recorder`` when it has one."""
+    """An attention module of ours: ``kernel`` computes its attention, and ``recorder`` is shown its tensors."""
 
     layer: int
+    kernel: Any
     recorder: Any
+    gates: Any
+    o_proj: Any
+    v_proj: Any
 
 
 @contextmanager
 def attach_decoder(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-    """Connect a recorder to every recordable attention module and to the layer that holds it, then let go."""
+    """Connect a recorder to every recordable attention module and to the layer that holds it, then let go.
+
+    Before each pass with padding or documents, :meth:`Recorder.start` has to say which.
+    """
     with ExitStack() as stack:
         for parent in model.modules():
             for attention in parent.children():
                 if isinstance(attention, Recordable):
-                    stack.callback(setattr, attention, "recorder", attention.recorder)
-                    attention.recorder = recorder
-                    handle = parent.register_forward_hook(_hidden_hook(attention.layer, recorder))
-                    stack.callback(handle.remove)
+                    probe = _Probe(attention, recorder)
+                    for name in ("kernel", "recorder"):
+                        stack.callback(setattr, attention, name, getattr(attention, name))
+                    attention.kernel, attention.recorder = probe.attend, probe
+                    stack.callback(parent.register_forward_hook(_hidden_hook(attention.layer, recorder)).remove)
+                    if attention.layer == 0:
+                        stack.callback(parent.register_forward_pre_hook(_embedding_hook(recorder)).remove)
         yield
+
+
+class _Probe:
+    """Stands in an attention module for its kernel, so that log-sum-exp costs nothing extra, and for its recorder."""
+
+    def __init__(self, attention: Recordable, recorder: Recorder):
+        self.attention, self.recorder = attention, recorder
+        self.scale, self.visibility, self.lse = 1.0, Visibility(0, 0), torch.zeros(0)
+
+    def attend(
+        self,
+        query: Float[Tensor, "B T H C"],
+        key: Float[Tensor, "B S K C"],
+        value: Float[Tensor, "B S K C"],
+        mask: Bool[Tensor, "#B 1 T S"] | None,
+        causal: bool,
+    ) -> Float[Tensor, "B T H C"]:
+        """The layer's attention; ``mask`` is only checked to be one that the recorder was told of."""
+        real, documents = self.recorder.real, self.recorder.documents
+        num_queries, num_keys = query.shape[1], key.shape[1]
+        is_told = real is not None or documents is not None
+        if is_told != (mask is not None and num_queries == num_keys):
+            raise ValueError("this pass has other padding or documents than Recorder.start was told of")
+        self.visibility = Visibility(num_queries, num_keys, causal, real=real, documents=documents)
+        self.scale = query.shape[-1] ** -0.5
+        output, self.lse = attend(query, key, value, scale=self.scale, visibility=self.visibility)
+        return output
+
+    def record(self, layer: int, tensors: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> None:
+        """Hand one layer's tensors over."""
+        specs = {position: gate.spec for position, gate in self.attention.gates.items()}
+        call = AttentionCall(
+            layer=layer,
+            query=tensors["query"],
+            key=tensors["key"],
+            value=tensors["value"],
+            output=tensors["output"],
+            lse=self.lse,
+            scale=self.scale,
+            visibility=self.visibility,
+            scores=scores,
+            activations={position: spec.activation for position, spec in specs.items()},
+            added=frozenset(position for position, spec in specs.items() if spec.operation == "add"),
+            gated_output=tensors["gated_output"],
+            output_weight=self.attention.o_proj.weight,
+            value_weight=self.attention.v_proj.weight,
+        )
+        self.recorder.record(call)
 
 
 def _hidden_hook(layer: int, recorder: Recorder) -> Callable[[nn.Module, Any, Any], None]:
@@ -147,5 +216,8 @@ def _hidden_hook(layer: int, recorder: Recorder) -> Callable[[nn.Module, Any, An
     return hook
 
 
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values)
+def _embedding_hook(recorder: Recorder) -> Callable[[nn.Module, Any], None]:
+    def hook(module: nn.Module, inputs: Any) -> None:
+        recorder.record_hidden(EMBEDDING, inputs[0])
+
+    return hook

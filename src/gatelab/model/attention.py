@@ -34,11 +34,40 @@ class AttentionRecorder(Protocol):
         ...
 
 
+class AttentionKernel(Protocol):
+    """What computes softmax attention from rotated queries, keys and values."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+    ) -> Float[Tensor, "B T H C"]:
+        """Attention of (B T H C) queries over (B S K C) keys; without a mask it is the causal triangle, or full."""
+        ...
+
+
+def fused_attention(
+    query: Float[Tensor, "B T H C"],
+    key: Float[Tensor, "B S K C"],
+    value: Float[Tensor, "B S K C"],
+    mask: Bool[Tensor, "#B 1 T S"] | None,
+    causal: bool,
+) -> Float[Tensor, "B T H C"]:
+    """PyTorch's own fused kernels."""
+    output = F.scaled_dot_product_attention(
+        query.transpose(1, 2),
+        key.transpose(1, 2),
+        value.transpose(1, 2),
+        attn_mask=mask,
+        is_causal=causal and mask is None,
+        enable_gqa=query.shape[2] != key.shape[2],
+    )
+    return output.transpose(1, 2)
+
+
 class GroupedQueryAttention(nn.Module):
     """Softmax attention with H query heads over K key/value heads, RoPE, optional q/k norm, and gates.
 
-    Parameter names are those of Hugging Face's Qwen3; the gates are ``gates.<position>``. ``recorder`` may be set from
-    outside to observe a forward pass.
+    Parameter names are those of Hugging Face's Qwen3; the gates are ``gates.<position>``. ``kernel`` and
+    ``recorder`` may be set from outside, to observe a forward pass.
     """
 
     def __init__(self, settings: ModelSettings, layer: int):
@@ -54,6 +83,7 @@ class GroupedQueryAttention(nn.Module):
         self.k_norm = RMSNorm(head_size, settings.norm_epsilon) if settings.qk_norm else nn.Identity()
         self.gates = nn.ModuleDict({spec.position: Gate(spec, shape) for spec in settings.gates_on_layer(layer)})
         self.control = build_control(settings.control, shape, settings.norm_epsilon)
+        self.kernel: AttentionKernel = fused_attention
         self.recorder: AttentionRecorder | None = None
 
     def forward(
@@ -74,7 +104,7 @@ class GroupedQueryAttention(nn.Module):
         key = self._rotate("key", key, self.k_norm, rotation, sources, scores)
         if cache is not None:
             key, value = cache.extend(key, value)
-        output = self._attend(query, key, value, mask)
+        output = self.kernel(query, key, value, mask, self.causal)
         sources["attention_output"] = output.flatten(2)
         gated = self._gate("sdpa_output", self.control(output), sources, scores)
         dense = self.o_proj(gated.flatten(2))
@@ -83,23 +113,6 @@ class GroupedQueryAttention(nn.Module):
             tensors = {"query": query, "key": key, "value": value, "output": output, "gated_output": gated}
             self.recorder.record(self.layer, tensors, scores)
         return dense
-
-    def _attend(
-        self,
-        query: Float[Tensor, "B T H C"],
-        key: Float[Tensor, "B S K C"],
-        value: Float[Tensor, "B S K C"],
-        mask: Bool[Tensor, "#B 1 T S"] | None,
-    ) -> Float[Tensor, "B T H C"]:
-        output = F.scaled_dot_product_attention(
-            query.transpose(1, 2),
-            key.transpose(1, 2),
-            value.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=self.causal and mask is None,
-            enable_gqa=query.shape[2] != key.shape[2],
-        )
-        return output.transpose(1, 2)
 
     def _gate(
         self,

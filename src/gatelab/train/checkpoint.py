@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from gatelab.files import atomic_path, require_free_space, sha256
+from gatelab.files import atomic_path, require_free_space, sha256, temporary_beside
 from gatelab.model.decoder import Decoder
 from gatelab.model.settings import ModelSettings
 
@@ -43,7 +43,7 @@ def save_checkpoint(folder: Path, step: int, decoder: Decoder, optimizer: torch.
         checksums = {name: sha256(temporary / name) for name in (WEIGHTS, OPTIMIZER)}
         (temporary / MANIFEST).write_text(_manifest(step, checksums), encoding="utf-8")
     for old in checkpoints(folder)[:-keep]:
-        leaving = old.replace(old.with_name(f".{old.name}.tmp"))
+        leaving = old.replace(temporary_beside(old))
         shutil.rmtree(leaving)
     return target
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import time
-from contextlib import AbstractContextManager, closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from gatelab.data.folders import kept_if_used, require_folder
 from gatelab.diagnose.measure import measure
 from gatelab.files import remove_leftovers, require_free_space
 from gatelab.model.accounting import training_state_bytes
@@ -38,15 +40,16 @@ def train(settings: RunSettings, folder: Path, cache: Path, watch: Watch | None 
 
     Killed at any moment and called again, it ends with the same bits as if it had never stopped (in deterministic mode,
     on the same torch, instruction set and threads). A finished run is returned at once. ``cache`` holds downloads and
-    token shards. Raises ``ValueError`` before any work when the folder holds a run with other settings, data or
-    environment, and :class:`~gatelab.train.divergence.DivergedError` when a loss, a gradient or a measured figure is
-    no longer finite.
+    token shards. Raises ``ValueError`` before any work, and leaves nothing behind, when the folder holds a study, part
+    of a run, or a run with other settings, data or environment, and
+    :class:`~gatelab.train.divergence.DivergedError` when a loss, a gradient or a measured figure is no longer finite.
     """
     watch = watch or Unwatched()
     run, steps, evaluation = RunFolder(folder), settings.train.steps, settings.train.evaluation
-    folder.mkdir(parents=True, exist_ok=True)
+    run.require_whole()
+    require_folder(cache)
     with (
-        _only_process_in(folder),
+        kept_if_used(folder, folder / ".lock", lock=_only_process_in(folder)),
         parallel.deterministic_kernels(settings.train.deterministic),
         parallel.cpu_threads(settings.train.threads),
     ):
@@ -57,7 +60,7 @@ def train(settings: RunSettings, folder: Path, cache: Path, watch: Watch | None 
         if run.result is not None:
             return run.result
         compiled = _can_compile(settings, watch)
-        run.begin(settings, describe_environment(compiled), data)
+        run.begin(settings, describe_environment(compiled), data, source.tokenizer)
 
         decoder, sum_of_nats = build(settings, compiled)
         optimizer = build_optimizer(decoder, settings.train.optimizer)
@@ -77,7 +80,7 @@ def train(settings: RunSettings, folder: Path, cache: Path, watch: Watch | None 
                 done += 1
                 if spikes.add(done, figures.loss):
                     watch.message(f"step {done:,} has loss {figures.loss:.3f}, spike number {spikes.count} of this run")
-                log.write("step", done, **figures._asdict(), loss_spikes=spikes.count, seconds=seconds)
+                log.write("step", done, **figures._asdict(), loss_spikes_live=spikes.count, seconds=seconds)
                 watch.update(done, figures.loss, clock.tokens_per_second, clock.peak_share)
                 if done % evaluation.every == 0 or done == steps:
                     _evaluate(run, log, done, decoder, source, evaluation.windows)
@@ -111,11 +114,14 @@ def build(settings: RunSettings, compiled: bool) -> tuple[Decoder, SumOfNats]:
     return decoder, parallel.compile_loss(sum_of_nats)
 
 
-def _only_process_in(folder: Path) -> AbstractContextManager[Any]:
+@contextmanager
+def _only_process_in(folder: Path) -> Iterator[None]:
     try:
-        return FileLock(folder / ".lock").acquire(timeout=0)
+        lock = FileLock(folder / ".lock").acquire(timeout=0)
     except Timeout:
         raise ValueError(f"another process is training in {folder}; wait for it or choose another folder") from None
+    with lock:
+        yield
 
 
 def _require_resumable(run: RunFolder, settings: RunSettings) -> None:
@@ -130,7 +136,8 @@ def _require_resumable(run: RunFolder, settings: RunSettings) -> None:
     remove_leftovers(run.checkpoints)
     if run.result is None:
         missing = settings.train.checkpoint.keep + 1 - len(checkpoints(run.checkpoints))
-        num_bytes = missing * training_state_bytes(settings.model) * 3 // 4
+        width = 2 if settings.train.precision == "float64" else 1
+        num_bytes = missing * width * training_state_bytes(settings.model) * 3 // 4
         require_free_space(run.path, num_bytes, "keeping the checkpoints of this run")
 
 
@@ -167,7 +174,8 @@ def _evaluate(run: RunFolder, log: MetricsLog, done: int, decoder: Decoder, sour
 
 def _measure(run: RunFolder, log: MetricsLog, done: int, decoder: Decoder, source: Source, num_windows: int) -> None:
     began = time.perf_counter()
-    summary = measure(decoder, source.measured_tokens(num_windows), causal=decoder.settings.causal).summary()
+    windows = source.measured_windows(num_windows)
+    summary = measure(decoder, windows.inputs, documents=windows.documents).summary()
     require_finite(run, done, f"the measurement after step {done}", summary)
     log.write("measurement", done, **summary, seconds=time.perf_counter() - began)
 

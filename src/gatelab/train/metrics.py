@@ -106,13 +106,14 @@ def spikes_per_10k_steps(steps: Sequence[int], losses: Sequence[float]) -> float
 
 
 class SpikeMonitor:
-    """The same count while a run is under way, against the trailing median of the 101 losses before each.
+    """A count while a run is under way, by the trailing rule: the median is that of the 101 losses before each.
 
-    ``rows`` are those of the steps done before, when the run is resumed.
+    It knows no later loss, so it need not equal :func:`count_spikes`, whose median is centred. ``rows`` are those of
+    the steps done before, when the run is resumed.
     """
 
     def __init__(self, rows: Sequence[dict[str, Any]] = ()):
-        self.count: int = rows[-1]["loss_spikes"] if rows else 0
+        self.count: int = rows[-1]["loss_spikes_live"] if rows else 0
         self._recent = deque((row["loss"] for row in rows[-SPIKE_WINDOW:]), maxlen=SPIKE_WINDOW)
 
     def add(self, step: int, loss: float) -> bool:

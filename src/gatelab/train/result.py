@@ -31,8 +31,8 @@ def conclude(
     for name, figures in heldout.items():
         require_finite(run, settings.train.steps, f"held-out {name}", figures)
     _save_documents(run, scores, source)
-    tokens = source.measured_tokens(settings.train.evaluation.final_measured_windows)
-    measurement = measure(decoder, tokens, causal=settings.model.causal)
+    windows = source.measured_windows(settings.train.evaluation.final_measured_windows)
+    measurement = measure(decoder, windows.inputs, documents=windows.documents)
     require_finite(run, settings.train.steps, "the last measurement", measurement.summary())
     write_atomically(run.measurement, json.dumps(measurement.to_mapping(), indent=1, allow_nan=False) + "\n")
     result = {

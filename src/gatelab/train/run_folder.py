@@ -1,7 +1,8 @@
 """A run's folder: what it was asked, where it ran, what it read, what came out.
 
-``settings.yaml`` (runs it again), ``environment.json``, ``data.json``, ``metrics.jsonl``, ``checkpoints/``, and at the
-end ``measurement.json``, ``heldout_documents.safetensors`` and, last of all, ``result.json``.
+``settings.yaml`` (runs it again), ``environment.json``, ``data.json``, ``tokenizer.json`` (of a run on text),
+``metrics.jsonl``, ``checkpoints/``, and at the end ``measurement.json``, ``heldout_documents.safetensors`` and, last of
+all, ``result.json``.
 """
 
 from __future__ import annotations
@@ -14,12 +15,21 @@ from typing import Any
 import torch
 
 import gatelab
+from gatelab.data.folders import require_folder
+from gatelab.data.tokenizer import Tokenizer
 from gatelab.files import write_atomically
 from gatelab.settings import difference
+from gatelab.train.checkpoint import checkpoints
 from gatelab.train.settings import RunSettings
 
 CHANGEABLE = ("train.checkpoint.", "train.evaluation.", "train.tensorboard")
 DECIDES_BITS = ("torch", "instruction_set", "threads", "compiled")
+STUDY_FILE = "study.yaml"
+SHAPES: dict[str, dict[str, type]] = {
+    "environment.json": {},
+    "data.json": {"fingerprint": str, "heldout": list, "attributions": list},
+    "result.json": {"heldout": dict, "measurement": dict},
+}
 
 
 class RunFolder:
@@ -29,6 +39,7 @@ class RunFolder:
         self.path = path
         self.metrics = path / "metrics.jsonl"
         self.checkpoints = path / "checkpoints"
+        self.tokenizer = path / "tokenizer.json"
         self.measurement = path / "measurement.json"
         self.documents = path / "heldout_documents.safetensors"
 
@@ -47,9 +58,45 @@ class RunFolder:
             raise ValueError(f"{file} is unreadable: {error}") from None
 
     @property
+    def environment(self) -> dict[str, Any]:
+        """Where the run was begun or continued last."""
+        return self._read_json("environment.json")
+
+    @property
+    def data(self) -> dict[str, Any]:
+        """What the run reads: ``fingerprint``, names of the ``heldout`` domains, ``attributions``."""
+        return self._read_json("data.json")
+
+    @property
     def result(self) -> dict[str, Any] | None:
         """The figures of a finished run; ``None`` while it is not."""
         return self._read_json("result.json") if (self.path / "result.json").exists() else None
+
+    def require_whole(self) -> None:
+        """Raise ``ValueError`` when no run can begin or go on here: a study, leftovers, a missing or damaged file."""
+        require_folder(self.path)
+        if (self.path / STUDY_FILE).exists():
+            raise ValueError(
+                f"{self.path} holds a study, whose runs are in folders of their own; choose another folder"
+            )
+        if self.checkpoints.exists() and not self.checkpoints.is_dir():
+            raise ValueError(f"{self.checkpoints} is a file where a run keeps its checkpoints; choose another folder")
+        if not self.is_started:
+            strays = [path for path in (self.checkpoints, self.metrics, self.path / "result.json") if path.exists()]
+            if strays:
+                raise ValueError(
+                    f"{self.path} has {strays[0].name} of a run but no settings.yaml to go on with; "
+                    "restore it or choose another folder"
+                )
+            return
+        for name in SHAPES:
+            if name != "result.json" or (self.path / name).exists():
+                self._read_json(name)
+        if checkpoints(self.checkpoints) and not self.metrics.is_file():
+            raise ValueError(
+                f"{self.metrics} is missing and the checkpoints beside it can't go on without; "
+                "restore it or choose another folder"
+            )
 
     def require_same_settings(self, settings: RunSettings) -> None:
         """Raise ``ValueError`` that shows the difference when a run with other settings was begun here.
@@ -70,23 +117,33 @@ class RunFolder:
         """Raise ``ValueError`` that shows the difference when a run on other data was begun here."""
         if not self.is_started:
             return
-        before = self._read_json("data.json")["fingerprint"]
+        before = self.data["fingerprint"]
         if before != data["fingerprint"]:
             values = (before[:16], data["fingerprint"][:16])
             way_out = "restore the text that it was begun with, or choose another folder"
             raise ValueError(_refusal(self.path, "data", {"fingerprint": values}, way_out))
 
-    def begin(self, settings: RunSettings, environment: dict[str, Any], data: dict[str, Any]) -> None:
-        """Write down what decides the run; ``ValueError`` that shows the difference when it goes on elsewhere."""
+    def begin(
+        self, settings: RunSettings, environment: dict[str, Any], data: dict[str, Any], tokenizer: Tokenizer | None
+    ) -> None:
+        """Write down what decides the run; ``ValueError`` that shows the difference when it goes on elsewhere.
+
+        The tokenizer is kept so that the model can be used where the prepared text is not.
+        """
         if self.is_started and settings.train.checkpoint.same_environment:
-            before = self._read_json("environment.json")
+            before = self.environment
             moved = {key: (before.get(key), environment[key]) for key in DECIDES_BITS}
             moved = {key: values for key, values in moved.items() if values[0] != values[1]}
             if moved:
-                way_out = "set train.checkpoint.same_environment=false if the result may differ in its last bits"
+                way_out = (
+                    "set train.checkpoint.same_environment=false if the result may differ in its last bits, "
+                    "or choose another folder"
+                )
                 raise ValueError(_refusal(self.path, "environment", moved, way_out))
         self._write_json("environment.json", environment)
         self._write_json("data.json", data)
+        if tokenizer is not None:
+            write_atomically(self.tokenizer, tokenizer.to_text())
         write_atomically(self.path / "settings.yaml", settings.to_yaml())
 
     def finish(self, result: dict[str, Any]) -> None:
@@ -97,10 +154,20 @@ class RunFolder:
         write_atomically(self.path / name, json.dumps(content, indent=1, allow_nan=False) + "\n")
 
     def _read_json(self, name: str) -> dict[str, Any]:
+        """A mapping of the shape in ``SHAPES``; ``ValueError`` names a file that is missing or holds something else."""
+        file, way_out = self.path / name, "restore it or choose another folder"
         try:
-            return json.loads((self.path / name).read_text(encoding="utf-8"))
+            content = json.loads(file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise ValueError(f"{file} of the run is missing; {way_out}") from None
         except ValueError as error:
-            raise ValueError(f"{self.path / name} is unreadable: {error}") from None
+            raise ValueError(f"{file} is unreadable: {error}; {way_out}") from None
+        if not isinstance(content, dict):
+            raise ValueError(f"{file} is unreadable: it holds no mapping; {way_out}")
+        for key, kind in SHAPES[name].items():
+            if not isinstance(content.get(key), kind):
+                raise ValueError(f"{file} is unreadable: its {key!r} is no {kind.__name__}; {way_out}")
+        return content
 
 
 def describe_environment(compiled: bool) -> dict[str, Any]:

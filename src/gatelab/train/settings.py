@@ -71,7 +71,10 @@ class TrainSettings(Settings):
     steps: int = Field(default=1000, gt=0)
     sequences_per_step: int = Field(default=8, gt=0, description="global batch, whatever the accumulation")
     accumulation: int = Field(
-        default=1, gt=0, description="pieces that a step's batch is computed in, one after another"
+        default=1,
+        gt=0,
+        description="pieces that a step's batch is computed in, one after another; a mixture's expert frequencies are "
+        "buffered over the pieces (Qiu et al. 2501.11873), so its balancing loss is exact with 1 alone",
     )
     seed: int = Field(default=0, ge=0, description="decides initial weights and the order of batches")
     precision: Literal["bfloat16", "float32", "float64"] = Field(
@@ -119,9 +122,14 @@ class RunSettings(Settings):
                 f"data.context={self.data.context} exceeds model.max_context={self.model.max_context}, the longest "
                 "sequence that the rotary embedding is meant for"
             )
-        synthetic = self.data.synthetic
-        needed = synthetic.vocab_size if synthetic else self.data.tokenizer.vocab_size
-        if self.data.tokenizer.path is None and needed > self.model.vocab_size:
+        if not self.model.causal:
+            raise ValueError(
+                "model.causal=False can't be trained to predict the next token, which every query would see; "
+                "set model.causal=true"
+            )
+        synthetic, tokenizer = self.data.synthetic, self.data.tokenizer
+        needed = synthetic.vocab_size if synthetic else tokenizer.vocab_size if tokenizer.path is None else 0
+        if needed > self.model.vocab_size:
             raise ValueError(
                 f"model.vocab_size={self.model.vocab_size} is smaller than the data's vocabulary of {needed}"
             )

@@ -9,12 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from jaxtyping import Int
-from torch import Tensor
 
 from gatelab.data.loader import Batch, TrainLoader, heldout_batches
 from gatelab.data.prepare import PreparedData, prepare
 from gatelab.data.synthetic import BigramBackcopy
+from gatelab.data.tokenizer import Tokenizer
 from gatelab.train.settings import RunSettings
 
 SYNTHETIC_HELDOUT_BATCHES = 8
@@ -35,29 +34,39 @@ class HeldoutDomain:
 
 @dataclass(frozen=True)
 class Source:
-    """Training batches as a function of the step, and the held-out domains by name."""
+    """Training batches as a function of the step, and the held-out domains by name.
+
+    A synthetic task has no tokenizer.
+    """
 
     train: TrainLoader | BigramBackcopy
     heldout: dict[str, HeldoutDomain]
     fingerprint: str
     attributions: tuple[str, ...]
+    tokenizer: Tokenizer | None = None
 
-    def measured_tokens(self, num_windows: int) -> Int[Tensor, "B T"]:
+    def measured_windows(self, num_windows: int) -> Batch:
         """The first whole windows of the first held-out domain, for measuring sinks and gates."""
         domain = next(iter(self.heldout.values()))
         num_windows = min(num_windows, domain.num_whole_windows)
-        windows: list[Tensor] = []
+        batches: list[Batch] = []
         for batch in domain.batches():
-            windows.extend(batch.inputs)
-            if len(windows) >= num_windows:
+            batches.append(batch)
+            if sum(len(one.inputs) for one in batches) >= num_windows:
                 break
-        return torch.stack(windows[:num_windows])
+        documents = [batch.documents for batch in batches if batch.documents is not None]
+        return Batch(
+            inputs=torch.cat([batch.inputs for batch in batches])[:num_windows],
+            targets=torch.cat([batch.targets for batch in batches])[:num_windows],
+            documents=torch.cat(documents)[:num_windows] if documents else None,
+        )
 
 
 def open_source(settings: RunSettings, cache: Path, on_progress: Callable[[str, int], None] | None = None) -> Source:
     """Prepare the run's data under ``cache``, or reuse it.
 
-    Raises ``ValueError`` when the model's vocabulary is too small or a text is shorter than one window.
+    Raises ``ValueError`` when the model's vocabulary is too small (before any text is read, for an existing tokenizer)
+    or a text is shorter than one window.
     """
     train, data = settings.train, settings.data
     if data.synthetic is not None:
@@ -67,9 +76,20 @@ def open_source(settings: RunSettings, cache: Path, on_progress: Callable[[str, 
         num_windows = SYNTHETIC_HELDOUT_BATCHES * train.sequences_per_step
         domain = HeldoutDomain(partial(task.heldout_batches, SYNTHETIC_HELDOUT_BATCHES), num_windows, None)
         return Source(task, {"synthetic": domain}, task.fingerprint, ())
+    if data.tokenizer.path is not None:
+        _require_fitting_tokenizer(Path(data.tokenizer.path), data.tokenizer.bos_token, settings.model.vocab_size)
     prepared = prepare(data, cache, on_progress)
     prepared.train.require_vocabulary(settings.model.vocab_size)
     return _text_source(settings, prepared)
+
+
+def _require_fitting_tokenizer(path: Path, bos_token: str, vocab_size: int) -> None:
+    needed = Tokenizer.load(path, bos_token).vocab_size
+    if needed > vocab_size:
+        raise ValueError(
+            f"model.vocab_size={vocab_size} is smaller than the vocabulary of {needed} of the tokenizer at {path}; "
+            "choose a model.vocab_size that holds it, or another tokenizer"
+        )
 
 
 def _text_source(settings: RunSettings, prepared: PreparedData) -> Source:
@@ -102,4 +122,4 @@ def _text_source(settings: RunSettings, prepared: PreparedData) -> Source:
             f"the held-out text {measured} is shorter than one window of context={data.context}, so that attention "
             "can't be measured on it; hold out more text or take a smaller context"
         )
-    return Source(loader, heldout, prepared.fingerprint, prepared.attributions)
+    return Source(loader, heldout, prepared.fingerprint, prepared.attributions, prepared.tokenizer)

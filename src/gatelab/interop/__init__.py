@@ -1,0 +1,1 @@
+"""Foreign models: measuring any Hugging Face decoder as it stands."""
