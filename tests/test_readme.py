@@ -1,4 +1,4 @@
-"""Every command of the README is run, at toy size where it trains."""
+"""Every command of the README is run, in its order and in one folder, at toy size where it trains or measures."""
 
 import re
 import shlex
@@ -8,39 +8,43 @@ from pathlib import Path
 
 import pytest
 
-README = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
 COMMANDS = re.findall(r"^gatelab .*?(?= +#|$)", README, flags=re.MULTILINE)
+CORPUS = "data.train={name: python_standard_library, max_bytes: 900000, heldout_fraction: 0.3}"
 SHORTER = {
-    "train": [
-        "train.steps=2",
-        "train.schedule.warmup_steps=1",
-        "data.train={name: python_standard_library, max_bytes: 900000, heldout_fraction: 0.3}",
-        "--cache",
-        "cache",
-    ]
+    "train": ["train.steps=2", "train.schedule.warmup_steps=1", CORPUS, "--cache", "cache"],
+    "diagnose": ["--text", "text.txt", "--length", "64", "--samples", "2"],
 }
 
 
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Where all the commands run, with a text to look at."""
+    folder = tmp_path_factory.mktemp("newcomer")
+    (folder / "text.txt").write_text(README)
+    return folder
+
+
 def test_the_readme_has_commands():
-    assert len(COMMANDS) == 4
+    assert len(COMMANDS) == 5
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_command(command, tmp_path):
+def test_command(command, folder):
     words = shlex.split(command)[1:]
     done = subprocess.run(
         [sys.executable, "-m", "gatelab", *words, *SHORTER.get(words[0], [])],
         capture_output=True,
         text=True,
-        cwd=tmp_path,
+        cwd=folder,
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip()
 
 
 def test_every_folder_and_file_of_the_tree_exists():
-    root = Path(__file__).parents[1]
     tree = README.split("## The house")[1].split("```")[1]
     names = re.findall(r"^  (\S+)", tree, flags=re.MULTILINE)
     assert len(names) > 8
-    assert all((root / "src" / "gatelab" / name).exists() for name in names)
+    assert all((ROOT / "src" / "gatelab" / name).exists() for name in names)

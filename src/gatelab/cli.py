@@ -64,13 +64,14 @@ def train(
     from gatelab.recipes.table import resolve
     from gatelab.report.progress import TrainingProgress
     from gatelab.train.loop import train as train_run
+    from gatelab.train.run_folder import RunFolder
 
     settings = resolve(recipe, assignments or [])
     folder = out or Path("runs") / recipe
     with TrainingProgress(Console()) as progress:
         result = train_run(settings, folder, cache.expanduser(), progress)
     typer.echo(json.dumps({"heldout": result["heldout"], "measurement": result["measurement"]}, indent=1))
-    typer.echo("\n".join(json.loads((folder / "data.json").read_text(encoding="utf-8"))["attributions"]))
+    typer.echo("\n".join(RunFolder(folder).data["attributions"]))
     typer.echo(f"Run folder: {folder.resolve()}")
 
 
@@ -99,7 +100,7 @@ def diagnose(
     if text is not None and corpus is not None:
         raise ValueError(f"--text {text} and --corpus {corpus} are two texts; give one of them")
     source = CorpusSettings.parse({"name": corpus} if corpus else {}) if text is None else file_text(text)
-    examination = diagnosis.Examination(source, cache, length, samples, full, clamp, precision, dtype)
+    examination = diagnosis.Examination(source, cache.expanduser(), length, samples, full, clamp, precision, dtype)
     names = [model] if compare is None else [model, compare]
     folder = out or diagnosis.default_folder(names)
     diagnosis.require_replaceable(folder)

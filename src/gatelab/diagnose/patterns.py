@@ -136,7 +136,7 @@ class PatternTotals:
         return found
 
 
-def _sum_padded(one: Float[Tensor, "*H S1"], other: Float[Tensor, "*H S2"]) -> Float[Tensor, "*H S"]:
+def _sum_padded(one: Float[Tensor, "... S1"], other: Float[Tensor, "... S2"]) -> Float[Tensor, "... S"]:
     """The sum, where the shorter counts as zero beyond its end."""
     if not one.numel():
         return other
