@@ -19,11 +19,10 @@ from filelock import FileLock
 
 from gatelab.data.checksums import WAY_OUT, recorded_checksum, verify_checksum, write_with_checksum
 from gatelab.data.corpora import Split, attribution, documents, estimated_bytes, identity, local_files
-from gatelab.data.folders import kept_if_used, require_folder
 from gatelab.data.settings import CorpusSettings, DataSettings
 from gatelab.data.shards import MissingShardError, TokenShards, write_shards
 from gatelab.data.tokenizer import Tokenizer, tokenizer_file, train_tokenizer
-from gatelab.files import remove_leftovers, require_free_space, sha256
+from gatelab.files import kept_if_used, remove_leftovers, require_folder, require_free_space, sha256
 
 VERSION = 1
 Progress = Callable[[str, int], None]

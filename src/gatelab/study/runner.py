@@ -8,8 +8,7 @@ from typing import Any, NamedTuple
 
 from safetensors.numpy import load_file
 
-from gatelab.data.folders import kept_if_used, require_folder
-from gatelab.files import write_atomically
+from gatelab.files import kept_if_used, require_folder, write_atomically
 from gatelab.settings import difference
 from gatelab.study.statistics import DocumentScores, TextDifference, compare_on_documents
 from gatelab.study.study import Study

@@ -12,9 +12,8 @@ import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
-from gatelab.data.folders import kept_if_used, require_folder
 from gatelab.diagnose.measure import measure
-from gatelab.files import remove_leftovers, require_free_space
+from gatelab.files import kept_if_used, remove_leftovers, require_folder, require_free_space
 from gatelab.model.accounting import training_state_bytes
 from gatelab.model.decoder import Decoder
 from gatelab.model.initialization import initialize

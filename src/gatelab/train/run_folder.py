@@ -15,9 +15,8 @@ from typing import Any
 import torch
 
 import gatelab
-from gatelab.data.folders import require_folder
 from gatelab.data.tokenizer import Tokenizer
-from gatelab.files import write_atomically
+from gatelab.files import require_folder, write_atomically
 from gatelab.settings import difference
 from gatelab.train.checkpoint import checkpoints
 from gatelab.train.settings import RunSettings

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from filelock import FileLock
 
-from gatelab.data.folders import kept_if_used, require_folder
+from gatelab.files import kept_if_used, require_folder
 
 
 def test_a_file_is_no_folder_and_has_none(tmp_path: Path):
