@@ -1,6 +1,7 @@
 """Atomic writes: complete or absent."""
 
 import hashlib
+import os
 import shutil
 
 import pytest
@@ -30,6 +31,16 @@ def test_a_folder_appears_whole_or_not_at_all(tmp_path):
         (temporary / "a").write_text("x")
         assert not target.exists()
     assert (target / "a").read_text() == "x"
+
+
+def test_what_stands_beside_is_left_alone(tmp_path, monkeypatch):
+    """Writing a file flushes it and the folder that names it, not the folder's other files."""
+    (tmp_path / "beside").mkdir()
+    (tmp_path / "beside" / "file").write_text("mine")
+    opened, system_open = [], os.open
+    monkeypatch.setattr(os, "open", lambda path, flags: (opened.append(path), system_open(path, flags))[1])
+    write_atomically(tmp_path / "new", "x")
+    assert len(opened) == 2 and opened[0].parent == opened[1] == tmp_path
 
 
 def test_leftovers_of_a_kill_are_removed_and_nothing_else(tmp_path):

@@ -26,9 +26,9 @@ def atomic_path(path: Path) -> Iterator[Path]:
     temporary = temporary_beside(path)
     try:
         yield temporary
-        _flush_to_disk(temporary)
+        _flush_tree(temporary)
         temporary.replace(path)
-        _flush_to_disk(path.parent)
+        _flush(path.parent)
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
@@ -107,11 +107,15 @@ def remove_leftovers(folder: Path) -> None:
             leftover.unlink(missing_ok=True)
 
 
-def _flush_to_disk(path: Path) -> None:
-    targets = [path, *path.rglob("*")] if path.is_dir() else [path]
-    for target in targets:
-        descriptor = os.open(target, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+def _flush_tree(path: Path) -> None:
+    """Wait until a file, or a folder with all that is in it, is on the disk."""
+    for part in [path, *path.rglob("*")] if path.is_dir() else [path]:
+        _flush(part)
+
+
+def _flush(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
