@@ -74,7 +74,7 @@ class NamedResult:
     def by_head(self, metric: str, query_range: str = ALL_QUERIES) -> dict[tuple[int, int], float]:
         """The value of each layer's heads, in order."""
         rows = [row for row in self.select(metric, query_range) if row["head"] is not None]
-        return {(row["layer"], row["head"]): row["value"] for row in sorted(rows, key=_layer_and_head)}
+        return {(row["layer"], row["head"]): float(row["value"]) for row in sorted(rows, key=_layer_and_head)}
 
     def mean(self, metric: str, query_range: str = ALL_QUERIES, column: str = "value") -> float | None:
         """The mean over heads, then over layers, as in the paper; ``None`` where nothing was measured."""
@@ -83,7 +83,7 @@ class NamedResult:
 
     def whole(self, metric: str) -> float | None:
         """The value of a metric that speaks of the whole model, in a row without a layer."""
-        return next((row["value"] for row in self.select(metric) if row["layer"] is None), None)
+        return next((float(row["value"]) for row in self.select(metric) if row["layer"] is None), None)
 
 
 def _layer_and_head(row: Row) -> tuple[int, int]:

@@ -171,7 +171,7 @@ def context_parts(context: Mapping[str, Any], texts: Mapping[str, str]) -> list[
     return [text.format(context[key]) if context[key] else f"no {key}" for key, text in known.items()]
 
 
-def flattened(context: Mapping[str, Any], start: str = "") -> dict[str, str]:
+def flattened(context: Mapping[Any, Any], start: str = "") -> dict[str, str]:
     """A context's values as text under their keys; those of a nested mapping carry its key in front."""
     texts = {}
     for key, value in context.items():
