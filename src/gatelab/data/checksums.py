@@ -7,6 +7,7 @@ always has its checksum.
 from __future__ import annotations
 
 import hashlib
+import json
 from pathlib import Path
 
 from gatelab.files import sha256, write_atomically
@@ -43,3 +44,8 @@ def verify_checksum(path: Path) -> str:
 
 def _checksum_path(path: Path) -> Path:
     return path.with_name(f"{path.name}.sha256")
+
+
+def digest(value: object) -> str:
+    """SHA-256, as hexadecimal digits, of a value that JSON can hold."""
+    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

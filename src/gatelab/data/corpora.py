@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
+from gatelab.data.checksums import digest
 from gatelab.data.downloads import Archive, fetch
 from gatelab.data.settings import CorpusSettings
 from gatelab.data.text_files import Document, read_file, read_hugging_face, text_files, well_formed
@@ -96,9 +97,9 @@ def identity(settings: CorpusSettings) -> str:
     if settings.name == "python_standard_library":
         root = _standard_library_root()
         listing = [(title, path.stat().st_size) for title, path in _standard_library_files(root)]
-        return _digest([platform.python_version(), *listing])
+        return digest([platform.python_version(), *listing])
     states = [(str(path), path.stat()) for path in local_files(settings)]
-    return _digest([(name, state.st_size, state.st_mtime_ns) for name, state in states])
+    return digest([(name, state.st_size, state.st_mtime_ns) for name, state in states])
 
 
 def estimated_bytes(settings: CorpusSettings) -> int | None:
@@ -189,7 +190,3 @@ def _standard_library_files(root: Path) -> list[tuple[str, Path]]:
     paths = {path.relative_to(root).as_posix(): path for path in root.rglob("*.py") if path.is_file()}
     installed = re.compile(r"(^|/)(site|dist)-packages/")
     return sorted((title, path) for title, path in paths.items() if not installed.search(title))
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()

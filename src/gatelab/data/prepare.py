@@ -6,7 +6,6 @@ settings never meet old tokens. An interrupted preparation goes on where it was,
 
 from __future__ import annotations
 
-import hashlib
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -17,7 +16,7 @@ from typing import Any
 
 from filelock import FileLock
 
-from gatelab.data.checksums import WAY_OUT, recorded_checksum, verify_checksum, write_with_checksum
+from gatelab.data.checksums import WAY_OUT, digest, recorded_checksum, verify_checksum, write_with_checksum
 from gatelab.data.corpora import Split, attribution, documents, estimated_bytes, identity, local_files
 from gatelab.data.settings import CorpusSettings, DataSettings
 from gatelab.data.shards import MissingShardError, TokenShards, write_shards
@@ -57,7 +56,7 @@ def prepare(settings: DataSettings, cache: Path, on_progress: Progress | None = 
     require_folder(cache)
     _require_apart(settings)
     recipe = _recipe(settings)
-    folder = cache / "prepared" / _digest(recipe)[:16]
+    folder = cache / "prepared" / digest(recipe)[:16]
     lock = folder.with_suffix(".lock")
     with kept_if_used(folder, lock, lock=FileLock(lock)):
         prepared = _open_if_complete(settings, folder)
@@ -198,7 +197,7 @@ def _open(settings: DataSettings, folder: Path) -> PreparedData:
         tokenizer=tokenizer,
         train=shards["train"],
         heldout={name.removeprefix("heldout/"): shards[name] for name in names[:-1]},
-        fingerprint=_digest(parts),
+        fingerprint=digest(parts),
         attributions=tuple(attribution(corpus) for corpus in (settings.train, *settings.heldout)),
     )
 
@@ -230,7 +229,3 @@ def _require_manifest(prepared: PreparedData) -> None:
     verify_checksum(path)
     if json.loads(path.read_text(encoding="utf-8"))["fingerprint"] != prepared.fingerprint:
         raise ValueError(f"{prepared.folder} holds other data than its manifest.json says; {WAY_OUT}")
-
-
-def _digest(value: object) -> str:
-    return hashlib.sha256(json.dumps(value).encode()).hexdigest()
