@@ -15,7 +15,7 @@ from attention_maps import causal, naive_map
 from torch import Tensor, nn
 
 from gatelab.diagnose.calls import Visibility
-from gatelab.diagnose.measure import Measurement, attach_decoder, measure
+from gatelab.diagnose.measure import Forward, Measurement, attach_decoder, measure
 from gatelab.diagnose.measurement import COLUMNS
 from gatelab.diagnose.recorder import Recorder
 from gatelab.diagnose.sinks import uniform_floor
@@ -282,10 +282,10 @@ def test_a_foreign_model_is_connected_from_outside() -> None:
     states = []
 
     @contextmanager
-    def attach(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+    def attach(model: nn.Module, recorder: Recorder) -> Iterator[Forward]:
         states.append("attached")
-        with attach_decoder(model, recorder):
-            yield
+        with attach_decoder(model, recorder) as forward:
+            yield forward
         states.append("let go")
 
     found = measure(Foreign(), make_tokens(), attach)
@@ -419,14 +419,14 @@ def attach_partly(missing: int, reason: str | None) -> Callable[[nn.Module, Reco
     """Attaches to all layers but one, which is skipped for a reason or forgotten."""
 
     @contextmanager
-    def attach(model: nn.Module, recorder: Recorder) -> Iterator[None]:
-        with attach_decoder(model, recorder):
+    def attach(model: nn.Module, recorder: Recorder) -> Iterator[Forward]:
+        with attach_decoder(model, recorder) as forward:
             attention = model.model.layers[missing].self_attn
             probe, attention.recorder = attention.recorder, None
             recorder.expected_layers = L
             if reason:
                 recorder.skip(missing, reason)
-            yield
+            yield forward
             attention.recorder = probe
 
     return attach
@@ -448,3 +448,10 @@ def test_a_layer_that_was_not_seen_is_named() -> None:
     message = "Decoder let its attention be observed in 2 of 3 layers; nothing came from 1"
     with pytest.raises(ValueError, match=message):
         measure(make_decoder(), make_tokens(), attach_partly(1, None))
+
+
+def test_the_head_is_not_run() -> None:
+    decoder, heads = make_decoder(), []
+    decoder.logits = heads.append
+    measure(decoder, make_tokens())
+    assert heads == []

@@ -15,9 +15,20 @@ from gatelab.diagnose.calls import AttentionCall, Visibility
 from gatelab.diagnose.measurement import LayerMeasurement, Measurement
 from gatelab.diagnose.recorder import EMBEDDING, Recorder
 
-__all__ = ["Attach", "LayerMeasurement", "Measurement", "attach_decoder", "measure"]
+__all__ = ["Attach", "Forward", "LayerMeasurement", "Measurement", "attach_decoder", "measure"]
 
-Attach = Callable[[nn.Module, Recorder], AbstractContextManager[Any]]
+
+class Forward(Protocol):
+    """One pass of an attached model up to its final norm: logits are not measured, and long ones take gigabytes."""
+
+    def __call__(
+        self, tokens: Int[Tensor, "B T"], real: Bool[Tensor, "B T"] | None, documents: Int[Tensor, "B T"] | None
+    ) -> object:
+        """Read ``tokens``; ``real`` is False for padding, ``documents`` numbers the document of each token."""
+        ...
+
+
+Attach = Callable[[nn.Module, Recorder], AbstractContextManager[Forward]]
 _PADDING_DOCUMENT = -1
 
 
@@ -43,8 +54,8 @@ def measure(
     padding, which enters no figure.
 
     A GateLab decoder is attached by itself, and may be given ``documents``, the document of each token. A foreign model
-    needs ``attach``: ``attach(model, recorder)`` is a context manager that connects the recorder to it; it is called
-    with ``attention_mask`` where there is padding. Nothing of the model changes, and a compiled one runs uncompiled.
+    needs ``attach``: ``attach(model, recorder)`` is a context manager that connects the recorder to it and gives the
+    function that runs it. Nothing of the model changes, and a compiled one runs uncompiled.
     """
     num_sequences, num_tokens = tokens.shape
     if num_tokens < 2:
@@ -57,27 +68,15 @@ def measure(
     recorder = Recorder(full, first_tokens, skipped_queries, delimiters)
     with (
         _in_eval_mode(model),
-        (attach or attach_decoder)(model, recorder),
+        (attach or attach_decoder)(model, recorder) as forward,
         torch.compiler.set_stance("force_eager"),
     ):
         for start in range(0, num_sequences, batch_size):
             rows = slice(start, start + batch_size)
-            batch = [None if one is None else one[rows] for one in (tokens, real, documents)]
-            _pass(model, recorder, attach is None, *batch)
+            real_batch, document_batch = (None if one is None else one[rows] for one in (real, documents))
+            recorder.start(tokens[rows], real_batch, document_batch)
+            forward(tokens[rows], real_batch, document_batch)
     return _conclude(model, recorder, tokens, real, documents is not None, batch_size)
-
-
-def _pass(
-    model: nn.Module, recorder: Recorder, is_decoder: bool, tokens: Any, real: Tensor | None, documents: Tensor | None
-) -> None:
-    recorder.start(tokens, real, documents)
-    if real is None and documents is None:
-        model(tokens)
-    elif is_decoder:
-        numbers = torch.zeros_like(tokens) if documents is None else documents
-        model(tokens, documents=numbers if real is None else torch.where(real, numbers, _PADDING_DOCUMENT))
-    else:
-        model(tokens, attention_mask=real)
 
 
 def _conclude(
@@ -142,11 +141,22 @@ class Recordable(Protocol):
 
 
 @contextmanager
-def attach_decoder(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+def attach_decoder(model: nn.Module, recorder: Recorder) -> Iterator[Forward]:
     """Connect a recorder to every recordable attention module and to the layer that holds it, then let go.
 
     Before each pass with padding or documents, :meth:`Recorder.start` has to say which.
     """
+    without_head = getattr(model, "hidden", model)
+
+    def forward(tokens: Tensor, real: Tensor | None, documents: Tensor | None) -> None:
+        if real is not None:
+            numbers = torch.zeros_like(tokens) if documents is None else documents
+            documents = torch.where(real, numbers, _PADDING_DOCUMENT)
+        if documents is None:
+            without_head(tokens)
+        else:
+            without_head(tokens, documents=documents)
+
     with ExitStack() as stack:
         for parent in model.modules():
             for attention in parent.children():
@@ -158,7 +168,7 @@ def attach_decoder(model: nn.Module, recorder: Recorder) -> Iterator[None]:
                     stack.callback(parent.register_forward_hook(_hidden_hook(attention.layer, recorder)).remove)
                     if attention.layer == 0:
                         stack.callback(parent.register_forward_pre_hook(_embedding_hook(recorder)).remove)
-        yield
+        yield forward
 
 
 class _Probe:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from gatelab.diagnose.attention import attend
 from gatelab.diagnose.calls import AttentionCall, Visibility
+from gatelab.diagnose.measure import Forward
 from gatelab.diagnose.recorder import EMBEDDING, Recorder
 from gatelab.interop.gate_recovery import KNOWN_GATES, KnownGate, read_gate, recover_gate
 from gatelab.interop.masks import visibility_mask
@@ -29,8 +30,10 @@ POSITION = "sdpa_output"
 
 
 @contextmanager
-def attach_hugging_face(model: nn.Module, recorder: Recorder) -> Iterator[None]:
+def attach_hugging_face(model: nn.Module, recorder: Recorder) -> Iterator[Forward]:
     """Let a Hugging Face decoder hand every attention call and layer output to ``recorder`` until the context ends.
+
+    Gives the function that runs it without its head.
 
     ``model`` is any ``transformers`` decoder, with or without its head, in eval mode. Its logits stay those of its
     eager attention; key-value caches are off. Layers without softmax attention are named by ``recorder.skip``. On exit
@@ -51,11 +54,21 @@ def attach_hugging_face(model: nn.Module, recorder: Recorder) -> Iterator[None]:
             reason = _reason_without_softmax(settings, index, layer)
             _hook_layer(probe, index, layer, reason, stack)
         try:
-            yield
+            yield _forward(model)
         except (AttributeError, TypeError) as error:
             if "'Visibility'" not in str(error):
                 raise
             raise ValueError(f"{settings.model_type} changes its attention mask; it cannot be measured") from error
+
+
+def _forward(model: Any) -> Forward:
+    decoder = model.get_decoder()
+
+    def forward(tokens: Tensor, real: Tensor | None, documents: Tensor | None) -> None:
+        assert documents is None, "measure refuses documents of foreign models"
+        decoder(tokens, attention_mask=real)
+
+    return forward
 
 
 def _decoder_layers(model: nn.Module) -> nn.ModuleList:
