@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gatelab.diagnose.activations import HiddenStatistics, HiddenTotals
+from gatelab.diagnose.activations import HiddenStatistics, HiddenTotals, median_of
 from gatelab.diagnose.gate_scores import HISTOGRAM_BINS, GateStatistics, GateTotals
 
 B, T, D = 3, 17, 41
@@ -247,3 +247,12 @@ def test_what_does_not_vary_has_no_correlation() -> None:
     totals.add_pairs(torch.full((B, T, 2, 1), 0.3), torch.rand(B, 2, T), ALL_REAL)
     found = totals.statistics()
     assert found is not None and found.sink_correlation == [None, None]
+
+
+@pytest.mark.parametrize("size", [1, 2, 17, 5000, 5001])
+def test_the_median_is_that_of_sorted_values(size: int) -> None:
+    drawn = torch.randn(size, generator=torch.Generator().manual_seed(size)).abs()
+    # Even, constant, all but constant, and so that the sample misses the middle.
+    periodic = torch.where(torch.arange(size) % 251 == 0, 1000.0, drawn)
+    for values in (drawn, torch.zeros(size), torch.where(drawn > 1, drawn, 0.0), periodic):
+        assert median_of(values) == sorted(values.tolist())[(size - 1) // 2]

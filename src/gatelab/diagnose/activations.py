@@ -13,6 +13,7 @@ from gatelab.diagnose.attention import widened
 LARGE = 100.0
 MASSIVE_MEDIANS = 1000.0
 NUM_LARGEST = 3
+_SAMPLED = 251  # one value of so many, coprime to the usual widths
 
 
 class Activation(NamedTuple):
@@ -89,7 +90,7 @@ class HiddenTotals:
         self.values, self.places = values[order], torch.cat((self.places, found))[order]
         maxima = maxima.cpu()
         self.channel_maxima = maxima if self.channel_maxima is None else self.channel_maxima.maximum(maxima)
-        self.sum_medians += float(magnitude.median())
+        self.sum_medians += median_of(magnitude.flatten())
         self.samples += 1
         self.sum_norms += float(states.norm(dim=-1).sum(dtype=torch.float64))
         self.tokens += len(states)
@@ -115,3 +116,18 @@ class HiddenTotals:
             residual_norm=self.sum_norms / self.tokens,
             tokens=self.tokens,
         )
+
+
+def median_of(values: Float[Tensor, "n"]) -> float:
+    """The lower median, as ``torch.median`` gives it, several times faster for many values.
+
+    A sample brackets it; what lies below the bracket is counted, what lies inside is searched.
+    """
+    rank = (len(values) - 1) // 2
+    sample = values[::_SAMPLED].sort().values
+    low, high = sample[len(sample) * 12 // 25], sample[len(sample) * 13 // 25]
+    inside = values[(values >= low) & (values <= high)]
+    rank -= int((values < low).sum())
+    if 0 <= rank < len(inside):
+        return float(inside.kthvalue(rank + 1).values)
+    return float(values.median())

@@ -11,6 +11,8 @@ from torch import Tensor
 from gatelab.diagnose.attention import widened
 
 HISTOGRAM_BINS = 20
+_FINE_BINS = 2000  # bins of 0.0005: all thresholds below are edges of them
+_MOST_COUNTED = 2**24  # a float32 count stops here
 BOUNDED_ACTIVATIONS = frozenset({"sigmoid", "ns_sigmoid", "double_sigmoid"})
 SHUT_BELOW, SHUT_SHARE, SPARSE_SHARE, TOKENS_TO_JUDGE = 0.05, 0.999, 0.95, 10_000
 
@@ -60,8 +62,7 @@ class GateTotals:
     def __init__(self, activation: str | None = None, is_added: bool = False):
         self.activation, self.is_added = activation, is_added
         self.tokens = 0
-        self.counts: Int[Tensor, "N 4"] | None = None
-        self.histograms: Int[Tensor, "N bins"] | None = None
+        self.histograms: Int[Tensor, "N fine_bins"] | None = None
         self.sums: Float[Tensor, "N 2"] | None = None
         self.scores_by_head, self.first_scores_by_head, self.within_unit = 0, 0, True
         self.moments: Float[Tensor, "5 H"] | None = None
@@ -80,27 +81,22 @@ class GateTotals:
         self.tokens += int(real.sum())
         self.depends_on_input = scores.shape[1] == real.shape[1]
         if not self.depends_on_input:
-            if self.counts is None:
+            if self.histograms is None:
                 self._add_scores(widened(scores).flatten(0, 1), is_first.new_zeros(1))
             return
-        self._add_scores(widened(scores)[real], is_first.expand_as(real)[real])
+        scores, is_first = widened(scores).flatten(0, 1), is_first.expand_as(real).flatten()
+        if not real.all():
+            scores, is_first = scores[real.flatten()], is_first[real.flatten()]
+        self._add_scores(scores, is_first)
 
     def _add_scores(self, scores: Float[Tensor, "tokens N C1"], is_first: Bool[Tensor, "tokens"]) -> None:
         per_head = scores.transpose(0, 1).flatten(1)
-        limits = (per_head < 0.01, per_head < SHUT_BELOW, per_head < 0.1, per_head > 0.9)
-        counts = torch.stack([limit.sum(1) for limit in limits], dim=1).cpu()
-        # In float64, because a float32 bin stops counting at 2^24.
-        bins = [torch.histc(one.double(), bins=HISTOGRAM_BINS, min=0, max=1) for one in per_head.clamp(0, 1)]
-        histograms = torch.stack(bins).long().cpu()
+        histograms = torch.stack([_fine_histogram(one) for one in per_head]).cpu()
         by_token = scores.sum(2, dtype=torch.float64)
-        sums = torch.stack((by_token.sum(0), by_token[is_first].sum(0)), dim=1).cpu()
+        sums = torch.stack([part.sum(0) for part in (by_token, by_token[is_first])], dim=1).cpu()
         self.within_unit &= bool(((per_head >= 0) & (per_head <= 1)).all())
-        if self.counts is None or self.histograms is None or self.sums is None:
-            self.counts, self.histograms, self.sums = counts, histograms, sums
-        else:
-            self.counts, self.histograms, self.sums = (
-                self.counts + counts, self.histograms + histograms, self.sums + sums
-            )  # fmt: skip
+        self.histograms = histograms if self.histograms is None else self.histograms + histograms
+        self.sums = sums if self.sums is None else self.sums + sums
         self.scores_by_head += per_head.shape[1]
         self.first_scores_by_head += int(is_first.sum()) * scores.shape[2]
 
@@ -113,7 +109,7 @@ class GateTotals:
         """Add the counted queries' pairs of score and attention to the first real key, for the correlation."""
         if scores.shape[1] != mass.shape[2]:
             return
-        by_head = scores.mean(3, dtype=torch.float64).transpose(1, 2)
+        by_head = widened(scores).mean(3).transpose(1, 2)
         by_head = by_head.repeat_interleave(mass.shape[1] // by_head.shape[1], 1)
         counted = counted.expand(len(mass), -1)
         x, y = (torch.where(counted[:, None], one, 0).double() for one in (by_head, mass))
@@ -123,31 +119,33 @@ class GateTotals:
 
     def statistics(self) -> GateStatistics | None:
         """The figures over all passes; ``None`` when no real token came."""
-        if self.counts is None or self.histograms is None or self.sums is None or not self.scores_by_head:
+        if self.histograms is None or self.sums is None or not self.scores_by_head:
             return None
-        parts = (self.counts, self.histograms, self.sums)
+        parts = (self.histograms, self.sums)
         heads = [self._statistics(*head, num_heads=1) for head in zip(*parts, strict=True)]
-        whole = self._statistics(*(part.sum(0) for part in parts), num_heads=len(self.counts))
+        whole = self._statistics(*(part.sum(0) for part in parts), num_heads=len(self.histograms))
         return GateStatistics(whole, heads, self._correlation(), self.tokens, self.pairs)
 
     def _statistics(
-        self, counts: Int[Tensor, "4"], histogram: Int[Tensor, "bins"], sums: Float[Tensor, "2"], num_heads: int
+        self, histogram: Int[Tensor, "fine_bins"], sums: Float[Tensor, "2"], num_heads: int
     ) -> ScoreStatistics:
         n, first = num_heads * self.scores_by_head, num_heads * self.first_scores_by_head
         total, first_total = sums.tolist()
-        below_hundredth, below_limit, below_tenth, above = (counts.double() / n).tolist()
+        below_hundredth, below_limit, below_tenth, below_nine_tenths = (
+            float(histogram[: round(limit * _FINE_BINS)].sum()) / n for limit in (0.01, SHUT_BELOW, 0.1, 0.9)
+        )
         judged = self._can_be_judged()
         return ScoreStatistics(
             mean=total / n,
             below_hundredth=below_hundredth,
             below_tenth=below_tenth,
-            above_nine_tenths=above,
+            above_nine_tenths=1 - below_nine_tenths,
             first_token_mean=first_total / first if first else None,
             rest_mean=(total - first_total) / (n - first) if self.depends_on_input and n > first else None,
             first_token_n=first,
             is_shut=below_limit >= SHUT_SHARE if judged else None,
             is_sparse=below_limit >= SPARSE_SHARE if judged else None,
-            histogram=histogram.tolist(),
+            histogram=histogram.view(HISTOGRAM_BINS, -1).sum(1).tolist(),
             n=n,
         )
 
@@ -167,3 +165,8 @@ class GateTotals:
             )
             found.append(float(covariance / (variances[0] * variances[1]).sqrt()) if has_spread else None)
         return found
+
+
+def _fine_histogram(scores: Float[Tensor, "n"]) -> Int[Tensor, "fine_bins"]:
+    pieces = scores.clamp(0, 1).split(_MOST_COUNTED)
+    return torch.stack([torch.histc(piece, _FINE_BINS, min=0, max=1).long() for piece in pieces]).sum(0)

@@ -133,6 +133,7 @@ class Recordable(Protocol):
     """An attention module of ours: ``kernel`` computes its attention, and ``recorder`` is shown its tensors."""
 
     layer: int
+    window: int | None
     kernel: Any
     recorder: Any
     gates: Any
@@ -186,13 +187,14 @@ class _Probe:
         mask: Bool[Tensor, "#B 1 T S"] | None,
         causal: bool,
     ) -> Float[Tensor, "B T H C"]:
-        """The layer's attention; ``mask`` is only checked to be one that the recorder was told of."""
+        """The layer's attention; ``mask`` is only checked to be one that the recorder was told of, windows aside."""
         real, documents = self.recorder.real, self.recorder.documents
-        num_queries, num_keys = query.shape[1], key.shape[1]
-        is_told = real is not None or documents is not None
-        if is_told != (mask is not None and num_queries == num_keys):
+        num_queries, num_keys, window = query.shape[1], key.shape[1], self.attention.window
+        is_told, is_windowed = real is not None or documents is not None, window is not None and window < num_keys
+        is_masked = mask is not None and num_queries == num_keys
+        if is_told != is_masked and (is_told or not is_windowed):
             raise ValueError("this pass has other padding or documents than Recorder.start was told of")
-        self.visibility = Visibility(num_queries, num_keys, causal, real=real, documents=documents)
+        self.visibility = Visibility(num_queries, num_keys, causal, window, real, documents)
         self.scale = query.shape[-1] ** -0.5
         output, self.lse = attend(query, key, value, scale=self.scale, visibility=self.visibility)
         return output
