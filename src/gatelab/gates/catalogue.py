@@ -1,8 +1,7 @@
-"""The list of named gates as rows, for the command line and for the table in docs/gates.md. Nothing imports torch."""
+"""The list of named gates as rows, for the command line and docs/gates.md. Nothing imports torch."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import Any
 
 from pydantic import Field
@@ -29,6 +28,10 @@ class VariantRow(Settings):
         controls = [f"control={self.control.operation}"] if self.control else []
         return " with ".join(gates + controls) or "no gate"
 
+    def describe_initial_scores(self) -> str | None:
+        """The initial scores in words; ``None`` without a gate."""
+        return ", ".join(f"{score:.5g}" for score in self.initial_scores) or None
+
 
 def list_variants(shape: AttentionShape, num_layers: int) -> list[VariantRow]:
     """A row for every entry of ``VARIANTS``, in its order, with counts for a model of this shape and depth."""
@@ -44,12 +47,3 @@ def list_variants(shape: AttentionShape, num_layers: int) -> list[VariantRow]:
         )
         for name, variant in VARIANTS.items()
     ]
-
-
-def markdown_table(rows: Iterable[VariantRow]) -> str:
-    """The rows as a Markdown table."""
-    lines = ["| name | axes that differ | origin | added parameters | initial score |", "|---|---|---|---:|---:|"]
-    for row in rows:
-        scores = ", ".join(f"{score:.5g}" for score in row.initial_scores) or "-"
-        lines.append(f"| `{row.name}` | {row.describe_axes()} | {row.origin} | {row.parameters:,} | {scores} |")
-    return "\n".join(lines) + "\n"

@@ -1,0 +1,48 @@
+"""Diagnoses of real models, kept in docs/results: SmolLM2-135M, Gemma-3-270M and the three arms of the demo.
+
+    make demo && python benchmarks/real_diagnoses.py [--demo runs/demo] [--cache ~/.cache/gatelab] [--out docs/results]
+
+The real models read 4 samples of 320 tokens of SQuAD paragraphs, the demo's arms 4 samples of their held-out text. Each
+folder has the numbers, the page, and the charts as PNG.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+from real_models import GEMMA3, SMOLLM2, squad_text
+
+from gatelab.data.settings import CorpusSettings
+from gatelab.evaluate.diagnosis import Examination, diagnose, write_diagnosis
+from gatelab.evaluate.texts import file_text
+
+
+def keep(names: Sequence[str], examination: Examination, target: Path) -> None:
+    """Diagnose, and put what is kept in place of the folder ``target``."""
+    with tempfile.TemporaryDirectory() as temporary:
+        written = Path(temporary) / "diagnosis"
+        write_diagnosis(written, diagnose(names, examination), "python benchmarks/real_diagnoses.py")
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(written, target, ignore=shutil.ignore_patterns("*.svg", "*.pdf"))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--demo", type=Path, default=Path("runs/demo"))
+    parser.add_argument("--cache", type=Path, default=Path("~/.cache/gatelab"))
+    parser.add_argument("--out", type=Path, default=Path("docs/results"))
+    options = parser.parse_args()
+    cache = options.cache.expanduser()
+    squad = Examination(file_text(squad_text(cache)), cache, length=320, full=True)
+    for model in (SMOLLM2, GEMMA3):
+        keep([str(model.file(cache))], squad, options.out / model.name)
+    arms = [str(options.demo / arm) for arm in ("ungated", "headwise", "elementwise")]
+    keep(arms, Examination(CorpusSettings(), cache, full=True, clamp=True), options.out / "demo")
+
+
+if __name__ == "__main__":
+    main()
