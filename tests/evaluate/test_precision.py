@@ -55,9 +55,9 @@ def passes_by_hand(model: nn.Module, dtype: torch.dtype, tokens: Tensor) -> list
     for row in tokens:
         model.zero_grad()
         x = model.model.embed_tokens(row[None])  # type: ignore[union-attr]
-        rotation, mask, _ = model._where(row[None], None, None)  # type: ignore[operator]
+        rotations, masks, _ = model._where(row[None], None, None)  # type: ignore[operator]
         hidden = []
-        for layer in model.model.layers:  # type: ignore[union-attr]
+        for layer, rotation, mask in zip(model.model.layers, rotations, masks, strict=True):  # type: ignore[union-attr]
             x, _ = layer(x, rotation, mask)
             hidden.append(x.detach())
         logits = model.logits(model.model.norm(x))  # type: ignore[operator, union-attr]

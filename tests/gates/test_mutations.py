@@ -43,7 +43,7 @@ class Mutation(NamedTuple):
 
 GATE, ATTENTION = "gates/gate.py", "model/attention.py"
 PRODUCT = 'y * scores if self.spec.operation == "multiply" else y + scores'
-HEADS = "self.projection(x).unflatten(-1, (self.num_heads, -1))"
+HEADS = "self.projection(x).unflatten(-1, (-1, self.channels))"
 SHARED = "return activation(logits).mean(dim=2, keepdim=True)"
 ATTEND = """\
         output = self.kernel(query, key, value, mask, self.causal)
@@ -77,7 +77,7 @@ MUTATIONS = {
     "shared average over channels": Mutation(GATE, SHARED, SHARED.replace("dim=2", "dim=3")),
     "shared average of logits": Mutation(GATE, SHARED, "return activation(logits.mean(dim=2, keepdim=True))"),
     "heads and channels interleaved": Mutation(
-        GATE, HEADS, "self.projection(x).unflatten(-1, (-1, self.num_heads)).transpose(2, 3)"
+        GATE, HEADS, "self.projection(x).unflatten(-1, (self.channels, -1)).transpose(2, 3)"
     ),
     "scores not widened": Mutation(GATE, 'self.spec.score_dtype == "float32"', "False"),
     "gate from the value": Mutation(ATTENTION, '"hidden": x,', '"hidden": value.flatten(2),', ONE_WIDTH_TESTS),

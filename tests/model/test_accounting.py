@@ -18,7 +18,7 @@ from gatelab.model.accounting import (
 from gatelab.model.decoder import Decoder
 from gatelab.model.initialization import initialize
 from gatelab.model.matching import with_gate
-from gatelab.model.settings import MixtureSettings, ModelSettings
+from gatelab.model.settings import LayerSettings, MixtureSettings, ModelSettings
 
 DENSE_28L = ModelSettings(
     matching_multiple=128,
@@ -161,11 +161,15 @@ def test_operations_equal_pytorchs_counter(name: str) -> None:
     The half of the causal square that is masked, and the router's statistics, two products of ones with (N E).
     """
     settings = ARCHITECTURES[name]
-    masked = 4 * settings.num_heads * settings.head_size * (T - 1) / 2 * settings.num_layers
-    statistics = 2 * 2 * settings.mixture.num_experts * settings.num_layers if settings.mixture else 0
+    layers = settings.layers or (LayerSettings(),) * settings.num_layers
+    hidden_keys = [T - sum(min(i, layer.window or T) for i in range(1, T + 1)) / T for layer in layers]
+    heads = [layer.num_heads or settings.num_heads for layer in layers]
+    masked = 4 * settings.head_size * sum(h * keys for h, keys in zip(heads, hidden_keys, strict=True))
+    routers = sum(layer.mixture for layer in layers) if settings.mixture else 0
+    statistics = 2 * 2 * settings.mixture.num_experts * routers if settings.mixture else 0
     forward, training = flops_per_token_forward(settings, context=T), flops_per_token_training(settings, context=T)
-    assert counted_flops(settings, backward=False) == B * T * (forward + masked + statistics)
-    assert counted_flops(settings, backward=True) == B * T * (training + 3 * masked + statistics)
+    assert counted_flops(settings, backward=False) == round(B * T * (forward + masked + statistics))
+    assert counted_flops(settings, backward=True) == round(B * T * (training + 3 * masked + statistics))
 
 
 def test_operations_without_causality_are_the_whole_square() -> None:

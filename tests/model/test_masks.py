@@ -11,7 +11,7 @@ from torch import Tensor
 from gatelab.model.masks import PADDING, document_mask, positions_in_documents, suffix_mask
 
 
-def visible_by_loops(documents: Tensor, num_queries: int, causal: bool) -> Tensor:
+def visible_by_loops(documents: Tensor, num_queries: int, causal: bool, window: int | None = None) -> Tensor:
     num_rows, num_keys = documents.shape
     mask = torch.zeros(num_rows, 1, num_queries, num_keys, dtype=torch.bool)
     for b in range(num_rows):
@@ -19,7 +19,8 @@ def visible_by_loops(documents: Tensor, num_queries: int, causal: bool) -> Tenso
             query = num_keys - num_queries + t
             for key in range(num_keys):
                 same = documents[b, query] == documents[b, key] and documents[b, key] != PADDING
-                mask[b, 0, t, key] = key == query or (bool(same) and (key <= query or not causal))
+                in_window = window is None or query - key < window
+                mask[b, 0, t, key] = key == query or (bool(same) and in_window and (key <= query or not causal))
     return mask
 
 
@@ -46,11 +47,11 @@ def packed_rows(draw: st.DrawFn) -> Tensor:
 
 
 @settings(deadline=None)
-@given(packed_rows(), st.data(), st.booleans())
-def test_document_mask_equals_loops(documents: Tensor, data: st.DataObject, causal: bool) -> None:
+@given(packed_rows(), st.data(), st.booleans(), st.none() | st.integers(1, 13))
+def test_document_mask_equals_loops(documents: Tensor, data: st.DataObject, causal: bool, window: int | None) -> None:
     num_queries = data.draw(st.integers(1, documents.shape[1]))
-    mask = document_mask(documents, num_queries, causal)
-    assert torch.equal(mask, visible_by_loops(documents, num_queries, causal))
+    mask = document_mask(documents, num_queries, causal, window)
+    assert torch.equal(mask, visible_by_loops(documents, num_queries, causal, window))
     assert mask.any(-1).all(), "every query sees a key, so no softmax is empty"
 
 
@@ -61,7 +62,8 @@ def test_positions_equal_loops(documents: Tensor) -> None:
 
 
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(1, 1), (1, 9), (4, 9), (9, 9)])
-def test_suffix_mask_is_the_end_of_the_triangle(num_queries: int, num_keys: int) -> None:
-    triangle = torch.ones(num_keys, num_keys, dtype=torch.bool).tril()
-    mask = suffix_mask(num_queries, num_keys, torch.device("cpu"))
-    assert torch.equal(mask, triangle[-num_queries:][None, None])
+@pytest.mark.parametrize("window", [None, 1, 3, 9, 20])
+def test_suffix_mask_is_the_end_of_the_triangle(num_queries: int, num_keys: int, window: int | None) -> None:
+    one_document = torch.zeros(1, num_keys, dtype=torch.int64)
+    mask = suffix_mask(num_queries, num_keys, torch.device("cpu"), window)
+    assert torch.equal(mask, visible_by_loops(one_document, num_queries, True, window))

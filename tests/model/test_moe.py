@@ -20,7 +20,7 @@ def random_mixture(dtype: torch.dtype = torch.float64, **changes: object) -> Mix
     settings = MixtureSettings(**{"num_experts": E, "experts_per_token": K, "expert_width": F_EXPERT, **changes})  # type: ignore[arg-type]
     mixture = MixtureOfExperts(settings, D).to(dtype)
     generator = torch.Generator().manual_seed(0)
-    for parameter in mixture.parameters():
+    for parameter in [*mixture.parameters(), *mixture.buffers()]:
         parameter.data.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
     return mixture
 
@@ -40,19 +40,25 @@ def mixture_by_loops(mixture: MixtureOfExperts, x: Tensor) -> tuple[Tensor, Tens
     for token in x.flatten(0, 1):
         logits = torch.stack([row @ token for row in mixture.gate.weight])
         exponentials = torch.exp(logits)
-        p = exponentials / exponentials.sum()
-        best = sorted(range(E), key=lambda e: -p[e].item())[: mixture.experts_per_token]
-        total = sum(p[e] for e in best) if mixture.renormalize else 1.0
+        is_softmax = mixture.router == "softmax"
+        scores = exponentials / exponentials.sum() if is_softmax else 1 / (1 + 1 / exponentials)
+        order = scores if mixture.selection_bias is None else scores + mixture.selection_bias
+        best = sorted(range(E), key=lambda e: -order[e].item())[: mixture.experts_per_token]
+        total = sum(scores[e] for e in best) if mixture.renormalize else 1.0
         output = torch.zeros_like(token)
         for e in best:
             gate, up = mixture.experts.gate_up_proj[e][:F_EXPERT], mixture.experts.gate_up_proj[e][F_EXPERT:]
-            output = output + p[e] / total * swiglu(token, gate, up, mixture.experts.down_proj[e])
+            weight = mixture.routed_scale * scores[e] / total
+            output = output + weight * swiglu(token, gate, up, mixture.experts.down_proj[e])
         if mixture.shared_expert is not None:
             shared = mixture.shared_expert
             weights = (shared.gate_proj.weight, shared.up_proj.weight, shared.down_proj.weight)
-            output = output + swiglu(token, *weights)
+            update = swiglu(token, *weights)
+            if mixture.shared_expert_gate is not None:
+                update = update / (1 + torch.exp(-mixture.shared_expert_gate.weight[0] @ token))
+            output = output + update
         outputs.append(output)
-        probabilities.append(p)
+        probabilities.append(scores / scores.sum())
         log_partitions.append(torch.log(exponentials.sum()))
         chosen.append(best)
     num_tokens = len(outputs)
@@ -67,8 +73,30 @@ def mixture_by_loops(mixture: MixtureOfExperts, x: Tensor) -> tuple[Tensor, Tens
 
 @pytest.mark.parametrize(
     "changes",
-    [{}, {"renormalize": False}, {"shared_width": 28}, {"experts_per_token": 1}, {"experts_per_token": E}],
-    ids=["renormalised", "not renormalised", "shared expert", "top-1", "all experts"],
+    [
+        {},
+        {"renormalize": False},
+        {"shared_width": 28},
+        {"experts_per_token": 1},
+        {"experts_per_token": E},
+        {"shared_width": 28, "shared_gate": True},
+        {"router": "sigmoid"},
+        {"router": "sigmoid", "renormalize": False, "routed_scale": 2.5},
+        {"router": "sigmoid", "selection_bias": True, "routed_scale": 0.5},
+        {"selection_bias": True},
+    ],
+    ids=[
+        "renormalised",
+        "not renormalised",
+        "shared expert",
+        "top-1",
+        "all experts",
+        "gated shared expert",
+        "sigmoid",
+        "sigmoid, not renormalised",
+        "sigmoid, biased choice",
+        "biased choice",
+    ],
 )
 def test_outputs_losses_and_all_gradients_equal_loops(changes: dict[str, object]) -> None:
     mixture, x = random_mixture(**changes), random_states().requires_grad_()
@@ -90,6 +118,27 @@ def test_outputs_losses_and_all_gradients_equal_loops(changes: dict[str, object]
     )
     for actual, wished in zip(actual_gradients, expected_gradients, strict=True):
         torch.testing.assert_close(actual, wished, rtol=1e-9, atol=1e-9)
+
+
+def test_the_selection_bias_chooses_and_weighs_nothing() -> None:
+    mixture, x = random_mixture(router="sigmoid", selection_bias=True), random_states()
+    bias = mixture.selection_bias
+    assert bias is not None and "selection_bias" in mixture.state_dict()
+    bias.copy_(torch.tensor([0.0, 9.0, 0.0, 0.0, 8.0]))
+    output, statistics = mixture(x)
+    assert statistics.assignments.tolist() == [0, B * T, 0, 0, B * T]
+    bias += 100
+    assert torch.equal(mixture(x)[0], output), "an equal bias for all changes nothing"
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_sigmoid_scores_that_vanish_do_no_harm(dtype: torch.dtype) -> None:
+    mixture = random_mixture(dtype, router="sigmoid")
+    mixture.gate.weight.data.fill_(-100.0)
+    x = random_states(dtype).abs().requires_grad_()
+    output, statistics = mixture(x)
+    (output.sum() + statistics.probabilities.sum()).backward()
+    assert x.grad is not None and output.isfinite().all() and x.grad.isfinite().all()
 
 
 @pytest.fixture

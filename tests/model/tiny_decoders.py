@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from gatelab.gates.spec import GateSpec
 from gatelab.gates.variants import find_variant
 from gatelab.model.decoder import Decoder
 from gatelab.model.initialization import initialize
-from gatelab.model.settings import MixtureSettings, ModelSettings, RopeSettings
+from gatelab.model.settings import LayerSettings, MixtureSettings, ModelSettings, RopeSettings
 
 B, T, V = 3, 17, 97
 MIXTURE = MixtureSettings(num_experts=5, experts_per_token=2, expert_width=24, shared_width=28)
@@ -34,11 +35,11 @@ def tiny_settings(gate: str = "none", **changes: object) -> ModelSettings:
 
 
 def tiny_decoder(settings: ModelSettings, dtype: torch.dtype = torch.float64, seed: int = 0) -> Decoder:
-    """The initialised decoder with noise on every parameter, so that norms and gates are not at their start values."""
+    """The initialised decoder with noise on every number, so that norms and gates are not at their start values."""
     decoder = Decoder(settings).to(dtype)
     initialize(decoder, seed)
     generator = torch.Generator().manual_seed(seed + 1)
-    for parameter in decoder.parameters():
+    for parameter in [*decoder.parameters(), *decoder.buffers()]:
         parameter.data += 0.1 * torch.randn(parameter.shape, generator=generator).to(dtype)
     return decoder
 
@@ -65,3 +66,56 @@ ARCHITECTURES: dict[str, ModelSettings] = {
     "partial rotary": tiny_settings(rope=RopeSettings(fraction=0.25, base=500.0)),
     "one head each": tiny_settings(num_heads=3, num_kv_heads=3),
 }
+
+# What the decoder layers of other families need, each in the shape of one of them.
+_SIGMOID = MixtureSettings(
+    num_experts=5,
+    experts_per_token=2,
+    expert_width=24,
+    shared_width=28,
+    router="sigmoid",
+    selection_bias=True,
+    routed_scale=1.7,
+)
+_SOFTPLUS = GateSpec(granularity="headwise", activation="softplus", score_dtype="float32")
+_LOCAL, _GLOBAL = RopeSettings(base=300.0), RopeSettings(base=9000.0, fraction=0.5)
+FAMILIES: dict[str, ModelSettings] = {
+    "qwen2": tiny_settings(qk_norm=False, biased_projections=("q", "k", "v")),
+    "llama": tiny_settings(qk_norm=False, biased_projections=("q", "k", "v", "o"), tied_head=False),
+    "qwen3-next": tiny_settings(
+        "sdpa_elementwise",
+        centred_norms=True,
+        rope=RopeSettings(base=500.0, fraction=0.25),
+        mixture=MIXTURE.model_copy(update={"shared_gate": True}),
+    ),
+    "afmoe": tiny_settings(
+        "sdpa_elementwise",
+        num_layers=3,
+        sandwich_norm=True,
+        tied_head=False,
+        embedding_scale=40**0.5,
+        mixture=_SIGMOID,
+        layers=(
+            LayerSettings(window=5, mixture=False),
+            LayerSettings(rotary=False),
+            LayerSettings(window=5),
+        ),
+    ),
+    "laguna": tiny_settings(
+        gates=(_SOFTPLUS,),
+        num_layers=3,
+        mixture=_SIGMOID,
+        layers=(
+            LayerSettings(num_heads=4, rope=_GLOBAL, mixture=False),
+            LayerSettings(window=6, rope=_LOCAL),
+            LayerSettings(num_heads=2, window=6, rope=_LOCAL),
+        ),
+    ),
+    "step": tiny_settings(
+        "sdpa_headwise",
+        centred_norms=True,
+        mixture=_SIGMOID.model_copy(update={"selection_bias": False, "renormalize": False}),
+        layers=(LayerSettings(num_heads=10, window=4, rope=_LOCAL), LayerSettings(rope=_GLOBAL)),
+    ),
+}
+ARCHITECTURES.update(FAMILIES)

@@ -49,12 +49,12 @@ class Gate(nn.Module):
     def __init__(self, spec: GateSpec, shape: AttentionShape):
         super().__init__()
         self.spec = spec
-        self.num_heads, head_size = spec.gated_shape(shape)
-        channels = head_size if spec.granularity == "elementwise" else 1
+        num_heads, head_size = spec.gated_shape(shape)
+        self.channels = head_size if spec.granularity == "elementwise" else 1
         if spec.source == "parameter":
-            self.logits = nn.Parameter(torch.zeros(self.num_heads, channels))
+            self.logits = nn.Parameter(torch.zeros(num_heads, self.channels))
         else:
-            self.projection = _projection(spec, spec.source_width(shape), self.num_heads * channels)
+            self.projection = _projection(spec, spec.source_width(shape), num_heads * self.channels)
 
     def scores(self, sources: Mapping[str, Float[Tensor, "B T _"]]) -> Float[Tensor, "#B #T N C1"]:
         """Activated scores: N = heads or 1 (head-shared), C1 = head size or 1 (headwise).
@@ -84,7 +84,7 @@ class Gate(nn.Module):
             x = sources["hidden"][..., : self.spec.prefix_channels]
         else:
             x = sources[self.spec.source]
-        return self.projection(x).unflatten(-1, (self.num_heads, -1))
+        return self.projection(x).unflatten(-1, (-1, self.channels))
 
     def extra_repr(self) -> str:
         changed = self.spec.model_dump(exclude_defaults=True)

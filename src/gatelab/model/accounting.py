@@ -16,7 +16,7 @@ BYTES_OF_TRAINING_STATE = 16
 
 
 class ParameterCounts(NamedTuple):
-    """Numbers of parameters; a tied head counts once.
+    """Numbers of parameters; a tied head counts once, and a router's selection bias, which is a buffer, not at all.
 
     ``active``: those that one token meets, which is all but the experts it is not sent to; embedding and head count
     whole. ``gates`` includes gate-free controls.
@@ -62,17 +62,27 @@ def flops_per_token_forward(settings: ModelSettings, context: int) -> float:
     """Floating point operations of the forward pass for one token of a sequence of ``context`` tokens.
 
     Two for each weight of a matrix that the token meets (the embedding is a look-up; the head is a matrix), and for
-    attention 4 H C for each visible key: half of the square under a causal mask, (context + 1) / 2 keys on average.
-    Norms, activations, biases and the gates' products are left out.
+    attention 4 H C for each visible key: half of the square under a causal mask, (context + 1) / 2 keys on average,
+    and those within a layer's window. Norms, activations, biases and the gates' products are left out.
     """
     decoder = _on_meta(settings)
     matrices = sum(module.weight.numel() for module in decoder.modules() if isinstance(module, Linear))
     matrices += _active_in_experts(decoder)
     if settings.tied_head:
         matrices += settings.vocab_size * settings.width
-    visible_keys = (context + 1) / 2 if settings.causal else context
-    attention = 4 * settings.num_heads * settings.head_size * visible_keys * settings.num_layers
-    return 2.0 * matrices + attention
+    head_keys = sum(
+        settings.shape_on_layer(layer).num_heads * _visible_keys(settings, layer, context)
+        for layer in range(settings.num_layers)
+    )
+    return 2.0 * matrices + 4 * settings.head_size * head_keys
+
+
+def _visible_keys(settings: ModelSettings, layer: int, context: int) -> float:
+    """Keys that a token of a sequence sees on average: sum_i min(i, w) / T for i = 1 .. T if causal, else all."""
+    if not settings.causal:
+        return float(context)
+    window = min(settings.on_layer(layer).window or context, context)
+    return window - window * (window - 1) / (2 * context)
 
 
 def flops_per_token_training(settings: ModelSettings, context: int, recompute: bool = False) -> float:

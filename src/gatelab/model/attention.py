@@ -64,23 +64,31 @@ def fused_attention(
 
 
 class GroupedQueryAttention(nn.Module):
-    """Softmax attention with H query heads over K key/value heads, RoPE, optional q/k norm, and gates.
+    """Softmax attention with H query heads over K key/value heads, RoPE, optional biases and q/k norm, and gates.
 
     Parameter names are those of Hugging Face's Qwen3; the gates are ``gates.<position>``. ``kernel`` and
-    ``recorder`` may be set from outside, to observe a forward pass.
+    ``recorder`` may be set from outside, to observe a forward pass. The layer's ``window`` is known to who makes masks.
     """
 
     def __init__(self, settings: ModelSettings, layer: int):
         super().__init__()
-        shape, head_size = settings.attention_shape, settings.head_size
-        self.layer, self.causal = layer, settings.causal
+        shape, head_size = settings.shape_on_layer(layer), settings.head_size
+
+        def linear(name: str, num_inputs: int, num_outputs: int) -> Linear:
+            return Linear(num_inputs, num_outputs, bias=name in settings.biased_projections)
+
+        def head_norm() -> nn.Module:
+            if not settings.qk_norm:
+                return nn.Identity()
+            return RMSNorm(head_size, settings.norm_epsilon, settings.centred_norms)
+
+        self.layer, self.causal, self.window = layer, settings.causal, settings.on_layer(layer).window
         self.head_size = head_size
-        self.q_proj = Linear(settings.width, settings.num_heads * head_size, bias=False)
-        self.k_proj = Linear(settings.width, settings.num_kv_heads * head_size, bias=False)
-        self.v_proj = Linear(settings.width, settings.num_kv_heads * head_size, bias=False)
-        self.o_proj = Linear(settings.num_heads * head_size, settings.width, bias=False)
-        self.q_norm = RMSNorm(head_size, settings.norm_epsilon) if settings.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(head_size, settings.norm_epsilon) if settings.qk_norm else nn.Identity()
+        self.q_proj = linear("q", settings.width, shape.num_heads * head_size)
+        self.k_proj = linear("k", settings.width, shape.num_kv_heads * head_size)
+        self.v_proj = linear("v", settings.width, shape.num_kv_heads * head_size)
+        self.o_proj = linear("o", shape.num_heads * head_size, settings.width)
+        self.q_norm, self.k_norm = head_norm(), head_norm()
         self.gates = nn.ModuleDict({spec.position: Gate(spec, shape) for spec in settings.gates_on_layer(layer)})
         self.control = build_control(settings.control, shape, settings.norm_epsilon)
         self.kernel: AttentionKernel = fused_attention
@@ -89,11 +97,14 @@ class GroupedQueryAttention(nn.Module):
     def forward(
         self,
         x: Float[Tensor, "B T D"],
-        rotation: Rotation,
+        rotation: Rotation | None,
         mask: Bool[Tensor, "#B 1 T S"] | None = None,
         cache: LayerCache | None = None,
     ) -> Float[Tensor, "B T D"]:
-        """Attention of the pre-norm hidden state ``x``; without a mask it is the causal triangle, or full."""
+        """Attention of the pre-norm hidden state ``x``; without a mask it is the causal triangle, or full.
+
+        Without a rotation queries and keys stay as they are.
+        """
         query, key, value = (
             projection(x).unflatten(-1, (-1, self.head_size)) for projection in (self.q_proj, self.k_proj, self.v_proj)
         )
@@ -137,11 +148,13 @@ class GroupedQueryAttention(nn.Module):
         position: str,
         y: Float[Tensor, "B T N C"],
         norm: nn.Module,
-        rotation: Rotation,
+        rotation: Rotation | None,
         sources: Mapping[str, Tensor],
         scores: dict[str, Tensor],
     ) -> Float[Tensor, "B T N C"]:
         """Norm and rotation of queries or keys, with their gate at its place among them."""
         y = norm(self._gate(position, y, sources, scores, "before_norm"))
-        y = rotate(self._gate(position, y, sources, scores, "after_norm"), rotation)
+        y = self._gate(position, y, sources, scores, "after_norm")
+        if rotation is not None:
+            y = rotate(y, rotation)
         return self._gate(position, y, sources, scores, "after_rope")

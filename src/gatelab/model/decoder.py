@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,9 @@ from gatelab.model.masks import PADDING, document_mask, positions_in_documents, 
 from gatelab.model.moe import MixtureOfExperts, RouterStatistics
 from gatelab.model.norm import RMSNorm
 from gatelab.model.rope import Rotation, rotation_at
-from gatelab.model.settings import ModelSettings
+from gatelab.model.settings import ModelSettings, RopeSettings
+
+Item = TypeVar("Item")
 
 
 class Hidden(NamedTuple):
@@ -34,22 +37,23 @@ class DecoderLayer(nn.Module):
         super().__init__()
 
         def norm() -> RMSNorm:
-            return RMSNorm(settings.width, settings.norm_epsilon)
+            return RMSNorm(settings.width, settings.norm_epsilon, settings.centred_norms)
 
         self.input_layernorm = norm()
         self.self_attn = GroupedQueryAttention(settings, layer)
         self.after_attention_norm = norm() if settings.sandwich_norm else nn.Identity()
         self.post_attention_layernorm = norm()
-        if settings.mixture is None:
+        mixture = settings.mixture_on_layer(layer)
+        if mixture is None:
             self.mlp = FeedForward(settings.width, settings.feedforward_width)
         else:
-            self.mlp = MixtureOfExperts(settings.mixture, settings.width)
+            self.mlp = MixtureOfExperts(mixture, settings.width)
         self.after_feedforward_norm = norm() if settings.sandwich_norm else nn.Identity()
 
     def forward(
         self,
         x: Float[Tensor, "B T D"],
-        rotation: Rotation,
+        rotation: Rotation | None,
         mask: Bool[Tensor, "#B 1 T S"] | None = None,
         counted: Bool[Tensor, "B T"] | None = None,
         cache: LayerCache | None = None,
@@ -65,14 +69,27 @@ class DecoderLayer(nn.Module):
         return x + self.after_feedforward_norm(update), statistics
 
 
+class ScaledEmbedding(nn.Embedding):
+    """Rows of the embedding matrix times a constant factor; a tied head uses the matrix without it."""
+
+    def __init__(self, vocab_size: int, width: int, scale: float):
+        super().__init__(vocab_size, width)
+        self.embed_scale = scale
+
+    def forward(self, input: Int[Tensor, "B T"]) -> Float[Tensor, "B T D"]:
+        """The scaled rows, in the dtype of the weights."""
+        rows = super().forward(input)
+        return rows if self.embed_scale == 1 else rows * self.embed_scale
+
+
 class DecoderStack(nn.Module):
     """Embedding, layers and final norm, under the names of Hugging Face's ``Qwen3Model``."""
 
     def __init__(self, settings: ModelSettings):
         super().__init__()
-        self.embed_tokens = nn.Embedding(settings.vocab_size, settings.width)
+        self.embed_tokens = ScaledEmbedding(settings.vocab_size, settings.width, settings.embedding_scale)
         self.layers = nn.ModuleList(DecoderLayer(settings, layer) for layer in range(settings.num_layers))
-        self.norm = RMSNorm(settings.width, settings.norm_epsilon)
+        self.norm = RMSNorm(settings.width, settings.norm_epsilon, settings.centred_norms)
 
 
 class Decoder(nn.Module):
@@ -87,6 +104,10 @@ class Decoder(nn.Module):
         self.model = DecoderStack(settings)
         self.lm_head = None if settings.tied_head else Linear(settings.width, settings.vocab_size, bias=False)
         self.activation_dtype: torch.dtype | None = None
+        self._ropes, self._rope_of_layer = _distinct([settings.rope_on_layer(i) for i in range(settings.num_layers)])
+        self._windows, self._window_of_layer = _distinct(
+            [settings.on_layer(i).window for i in range(settings.num_layers)]
+        )
 
     def forward(
         self, ids: Int[Tensor, "B T"], documents: Int[Tensor, "B T"] | None = None, cache: KVCache | None = None
@@ -110,24 +131,24 @@ class Decoder(nn.Module):
         tokens and takes these; documents then number these tokens alone. Raises ``ValueError`` for sequences beyond
         ``settings.max_context``.
         """
-        rotation, mask, counted = self._where(ids, documents, cache)
+        rotations, masks, counted = self._where(ids, documents, cache)
         x = self.model.embed_tokens(ids)
         x = x.to(self.activation_dtype or x.dtype)
+        pasts = cache.layers if cache else [None] * len(self.model.layers)
         collected = []
-        for layer, past in zip(
-            self.model.layers, cache.layers if cache else [None] * len(self.model.layers), strict=True
-        ):
+        for layer, rotation, mask, past in zip(self.model.layers, rotations, masks, pasts, strict=True):
             x, statistics = layer(x, rotation, mask, counted, past)
-            collected.append(statistics)
+            if statistics is not None:
+                collected.append(statistics)
         router = None
-        if self.settings.mixture is not None:
+        if collected:
             router = RouterStatistics(*(torch.stack(rows) for rows in zip(*collected, strict=True)))
         return Hidden(self.model.norm(x), router)
 
     def _where(
         self, ids: Tensor, documents: Tensor | None, cache: KVCache | None
-    ) -> tuple[Rotation, Tensor | None, Tensor | None]:
-        """Rotation, visibility mask and counted tokens of a call."""
+    ) -> tuple[list[Rotation | None], list[Tensor | None], Tensor | None]:
+        """Each layer's rotation, each layer's visibility mask, and the counted tokens of a call."""
         num_queries, past = ids.shape[1], cache.length if cache else 0
         total = past + num_queries
         if total > self.settings.max_context:
@@ -140,9 +161,31 @@ class Decoder(nn.Module):
             documents = cache.extend_documents(documents, ids)
         if documents is not None:
             positions = positions_in_documents(documents)[:, -num_queries:]
-            mask = document_mask(documents, num_queries, self.settings.causal)
         else:
             positions = torch.arange(past, total, device=ids.device)[None]
-            mask = suffix_mask(num_queries, total, ids.device) if past and self.settings.causal else None
+        rotations = [self._rotation(rope, positions) for rope in self._ropes]
+        masks = [self._mask(window, documents, past, total, ids.device) for window in self._windows]
+        return [rotations[i] for i in self._rope_of_layer], [masks[i] for i in self._window_of_layer], counted
+
+    def _rotation(self, rope: RopeSettings | None, positions: Tensor) -> Rotation | None:
+        if rope is None:
+            return None
         dtype = self.activation_dtype or self.model.embed_tokens.weight.dtype
-        return rotation_at(positions, self.settings.rope, self.settings.head_size, dtype), mask, counted
+        return rotation_at(positions, rope, self.settings.head_size, dtype)
+
+    def _mask(
+        self, window: int | None, documents: Tensor | None, past: int, total: int, device: torch.device
+    ) -> Tensor | None:
+        """The mask of a layer with this window; ``None`` where it is the causal triangle, or full attention."""
+        causal, num_queries = self.settings.causal, total - past
+        if documents is not None:
+            return document_mask(documents, num_queries, causal, window)
+        if causal and (past or (window is not None and window < total)):
+            return suffix_mask(num_queries, total, device, window)
+        return None
+
+
+def _distinct(items: Sequence[Item]) -> tuple[list[Item], list[int]]:
+    """Each different item once, and for each of the given ones its index among those."""
+    found = list(dict.fromkeys(items))
+    return found, [found.index(item) for item in items]

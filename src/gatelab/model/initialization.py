@@ -32,8 +32,9 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 
 @torch.no_grad()
 def initialize(decoder: Decoder, seed: int) -> None:
-    """Fill every parameter: matrices from normal(0, init_std), norms with 1, gates as their specification says.
+    """Fill every parameter: matrices from normal(0, init_std), norms that multiply by 1, gates as they specify.
 
+    Biases start at 0.
     Values are float32, drawn on the CPU, and depend on neither device nor dtype; feed-forward matrices are drawn
     at ``drawn_feedforward_width`` and cut to size. Two decoders with different gates share every common weight, bit
     for bit.
@@ -42,10 +43,14 @@ def initialize(decoder: Decoder, seed: int) -> None:
     for prefix, module in decoder.named_modules():
         for short_name, parameter in module.named_parameters(recurse=False):
             if isinstance(module, RMSNorm | HeadNorm):
-                parameter.fill_(1.0)
+                parameter.fill_(0.0 if isinstance(module, RMSNorm) and module.centred else 1.0)
+            elif short_name == "bias":
+                parameter.zero_()
             else:
                 name = f"{prefix}.{short_name}"
                 parameter.copy_(settings.init_std * _draw(name, parameter.shape, settings, generator_for(seed, name)))
+    for selection_bias in decoder.buffers():
+        selection_bias.zero_()
     for module in decoder.modules():
         if isinstance(module, Gate):
             _start_gate(module)
@@ -56,9 +61,12 @@ def _draw(name: str, shape: torch.Size, settings: ModelSettings, generator: torc
     dimension = next((d for end, d in _WIDTH_DIMENSION.items() if name.endswith(end)), None)
     if dimension is None:
         return _standard_normal(shape, generator)
-    width = settings.mixture.expert_width if settings.mixture else settings.feedforward_width
+    is_expert, mixture = ".experts." in name, settings.mixture
+    width = mixture.expert_width if is_expert and mixture else settings.feedforward_width
+    # Matching narrows the experts where there are any; dense layers beside them keep their width.
+    drawn = settings.drawn_feedforward_width if is_expert == (mixture is not None) else None
     sizes = [shape[0], 2, width, shape[2]] if name.endswith("gate_up_proj") else list(shape)
-    sizes[dimension] = settings.drawn_feedforward_width or width
+    sizes[dimension] = drawn or width
     return _standard_normal(sizes, generator).narrow(dimension, 0, width).reshape(shape)
 
 

@@ -23,7 +23,8 @@ def matched(settings: ModelSettings, match: Match) -> ModelSettings:
 
     F' = F - gate parameters / (3 D L), rounded up to ``settings.matching_multiple`` (128 gives the paper's 5,504 and
     6,144). With a mixture of experts it is the experts' width, divided further by the E experts for "parameters" or by
-    the k that a token sees for "active". Raises ``ValueError`` when nothing would be left of the feed-forward.
+    the k that a token sees for "active", and L counts the layers that have them. Raises ``ValueError`` when nothing
+    would be left of the feed-forward.
     """
     if match == "none":
         return settings
@@ -31,7 +32,8 @@ def matched(settings: ModelSettings, match: Match) -> ModelSettings:
     mixture, multiple = settings.mixture, settings.matching_multiple
     experts = 1 if mixture is None else mixture.num_experts if match == "parameters" else mixture.experts_per_token
     width = settings.feedforward_width if mixture is None else mixture.expert_width
-    exact = width - Fraction(in_gates, 3 * settings.width * settings.num_layers * experts)
+    paying = sum(settings.mixture_on_layer(layer) == mixture for layer in range(settings.num_layers))
+    exact = width - Fraction(in_gates, 3 * settings.width * paying * experts)
     narrowed = min(width, ceil(exact / multiple) * multiple)
     if narrowed <= 0:
         raise ValueError(
@@ -49,4 +51,4 @@ def matched(settings: ModelSettings, match: Match) -> ModelSettings:
 def _gate_parameters(settings: ModelSettings, layer: int) -> int:
     """What the gates and the control of one layer hold."""
     own = Variant(gates=settings.gates_on_layer(layer), control=settings.control, origin="one layer")
-    return own.num_parameters(settings.attention_shape)
+    return own.num_parameters(settings.shape_on_layer(layer))

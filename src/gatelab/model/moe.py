@@ -1,4 +1,4 @@
-"""Mixture of experts: softmax router, top-k, experts computed in groups, no token dropped.
+"""Mixture of experts: softmax or sigmoid router, top-k, experts computed in groups, no token dropped.
 
 E experts, k of them for each token, N = B T tokens. The load-balancing loss is that of Switch Transformer
 (2101.03961) over all tokens that its statistics cover, E/k sum_e f_e P_e, which is 1 at perfect balance; Hugging
@@ -18,12 +18,16 @@ from gatelab.gates.linear import Linear
 from gatelab.model.feedforward import FeedForward
 from gatelab.model.settings import MixtureSettings
 
+# Keeps the scores of a sigmoid router that all vanish from 0 / 0; AFMoE's value, and nothing beside any other sum.
+_SMALLEST_SUM = 1e-20
+
 
 class RouterStatistics(NamedTuple):
     """Sums over the counted tokens of a forward pass, one row for each layer; sums of two passes may be added.
 
     They are returned, never stored, so recomputing a layer in the backward pass counts nothing twice. ``assignments``
-    carries no gradient; the others do.
+    carries no gradient; the others do. ``probabilities`` sum to 1 for each token: a sigmoid router's scores are
+    divided by their sum over all experts (DeepSeek-V3). Dense layers have no row.
     """
 
     assignments: Float[Tensor, "*L E"]
@@ -99,14 +103,23 @@ def _grouped_linear_outside_graphs(x: Tensor, weight: Tensor, ends: Tensor, has_
 
 
 class MixtureOfExperts(nn.Module):
-    """Each token's output is the weighted sum of its k most probable experts, plus a shared expert if there is one."""
+    """Each token's output is the weighted sum of its k best experts, plus a shared expert if there is one.
+
+    The weights are the k scores, over their sum if renormalised, times ``routed_scale``. ``selection_bias`` (E) takes
+    part in choosing the k alone.
+    """
+
+    selection_bias: Tensor | None
 
     def __init__(self, settings: MixtureSettings, width: int):
         super().__init__()
         self.experts_per_token, self.renormalize = settings.experts_per_token, settings.renormalize
+        self.router, self.routed_scale = settings.router, settings.routed_scale
         self.gate = Linear(width, settings.num_experts, bias=False)
+        self.register_buffer("selection_bias", torch.zeros(settings.num_experts) if settings.selection_bias else None)
         self.experts = Experts(settings.num_experts, width, settings.expert_width)
         self.shared_expert = FeedForward(width, settings.shared_width) if settings.shared_width else None
+        self.shared_expert_gate = Linear(width, 1, bias=False) if settings.shared_gate else None
 
     def forward(
         self, x: Float[Tensor, "B T D"], counted: Bool[Tensor, "B T"] | None = None
@@ -115,14 +128,28 @@ class MixtureOfExperts(nn.Module):
         tokens = x.flatten(0, 1)
         logits = self.gate(tokens)
         logits = logits if logits.dtype == torch.float64 else logits.float()
-        probabilities = logits.softmax(-1)
-        weights, experts = probabilities.topk(self.experts_per_token, dim=-1)
-        if self.renormalize:
-            weights = weights / weights.sum(-1, keepdim=True)
+        is_softmax = self.router == "softmax"
+        scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
+        weights, experts = self._choose(scores)
         output = self._combine(tokens, weights.to(x.dtype), experts).view_as(x)
         if self.shared_expert is not None:
-            output = output + self.shared_expert(x)
+            output = output + self._shared(x)
+        probabilities = scores if is_softmax else scores / (scores.sum(-1, keepdim=True) + _SMALLEST_SUM)
         return output, _statistics(logits, probabilities, experts, counted)
+
+    def _choose(self, scores: Float[Tensor, "N E"]) -> tuple[Float[Tensor, "N k"], Int[Tensor, "N k"]]:
+        """The k experts of each token and their weights."""
+        biased = scores if self.selection_bias is None else scores + self.selection_bias.to(scores.dtype)
+        experts = biased.topk(self.experts_per_token, dim=-1).indices
+        weights = scores.gather(-1, experts)
+        if self.renormalize:
+            weights = weights / (weights.sum(-1, keepdim=True) + _SMALLEST_SUM)
+        return weights * self.routed_scale, experts
+
+    def _shared(self, x: Float[Tensor, "B T D"]) -> Float[Tensor, "B T D"]:
+        assert self.shared_expert is not None
+        output = self.shared_expert(x)
+        return output if self.shared_expert_gate is None else self.shared_expert_gate(x).sigmoid() * output
 
     def _combine(
         self, tokens: Float[Tensor, "N D"], weights: Float[Tensor, "N k"], experts: Int[Tensor, "N k"]

@@ -3,42 +3,19 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import Literal
 
 from pydantic import Field, model_validator
 
 from gatelab.gates.spec import AttentionShape, GateSpec, OutputControl
+from gatelab.model.layer_settings import LayerSettings, MixtureSettings, RopeSettings
 from gatelab.settings import Settings
 
-
-class RopeSettings(Settings):
-    """Rotary position embedding: channel pair i of R rotated channels turns by position * base**(-2i/R)."""
-
-    base: float = Field(default=10_000.0, gt=1)
-    fraction: float = Field(default=1.0, gt=0, le=1, description="share of each head's channels that rotate, the first")
-
-    def rotated_channels(self, head_size: int) -> int:
-        """R, the number of rotated channels of a head."""
-        return int(head_size * self.fraction)
-
-
-class MixtureSettings(Settings):
-    """A mixture of experts in place of each feed-forward layer: softmax router, top-k, no token dropped."""
-
-    num_experts: int = Field(gt=0, description="E")
-    experts_per_token: int = Field(gt=0, description="k")
-    expert_width: int = Field(gt=0, description="feed-forward width of one expert")
-    renormalize: bool = Field(default=True, description="divide the k chosen probabilities by their sum")
-    shared_width: int | None = Field(default=None, gt=0, description="width of an expert that sees every token")
-
-    @model_validator(mode="after")
-    def _check(self) -> MixtureSettings:
-        if self.experts_per_token > self.num_experts:
-            raise ValueError(f"experts_per_token={self.experts_per_token} exceeds num_experts={self.num_experts}")
-        return self
+__all__ = ["LayerSettings", "MixtureSettings", "ModelSettings", "RopeSettings"]
 
 
 class ModelSettings(Settings):
-    """A pre-norm decoder in the shape of Qwen3, its gates included."""
+    """A pre-norm decoder, its gates included: the shape of Qwen3, and by its options that of families like it."""
 
     vocab_size: int = Field(gt=0, description="V")
     width: int = Field(gt=0, description="D")
@@ -51,9 +28,17 @@ class ModelSettings(Settings):
     tied_head: bool = Field(default=True, description="the output head is the embedding matrix")
     qk_norm: bool = Field(default=True, description="RMSNorm of queries and keys, per head, before the rotation")
     sandwich_norm: bool = Field(default=False, description="RMSNorm also after attention and after the feed-forward")
+    centred_norms: bool = Field(
+        default=False, description="every RMSNorm multiplies by 1 + weight, in float32 (Gemma, Qwen3-Next)"
+    )
     norm_epsilon: float = Field(default=1e-6, gt=0)
+    biased_projections: tuple[Literal["q", "k", "v", "o"], ...] = Field(
+        default=(), description="the projections of attention that have a bias"
+    )
+    embedding_scale: float = Field(default=1.0, gt=0, description="factor on the embedding, not on a tied head")
     causal: bool = True
     rope: RopeSettings = RopeSettings()
+    layers: tuple[LayerSettings, ...] = Field(default=(), description="one for each layer, or none: all layers alike")
     mixture: MixtureSettings | None = None
     gates: tuple[GateSpec, ...] = ()
     control: OutputControl | None = None
@@ -69,8 +54,26 @@ class ModelSettings(Settings):
 
     @property
     def attention_shape(self) -> AttentionShape:
-        """The sizes that gates depend on."""
+        """The sizes that gates depend on, of a layer that has none of its own."""
         return AttentionShape.parse({name: getattr(self, name) for name in AttentionShape.model_fields})
+
+    def on_layer(self, layer: int) -> LayerSettings:
+        """What the layer with this number, from 0, has otherwise than the model."""
+        return self.layers[layer] if self.layers else LayerSettings()
+
+    def shape_on_layer(self, layer: int) -> AttentionShape:
+        """The sizes that gates depend on, of one layer."""
+        num_heads = self.on_layer(layer).num_heads or self.num_heads
+        return AttentionShape.parse({**self.attention_shape.to_mapping(), "num_heads": num_heads})
+
+    def rope_on_layer(self, layer: int) -> RopeSettings | None:
+        """The rotation of one layer, ``None`` for a layer that does not rotate."""
+        own = self.on_layer(layer)
+        return (own.rope or self.rope) if own.rotary else None
+
+    def mixture_on_layer(self, layer: int) -> MixtureSettings | None:
+        """The mixture of experts of one layer, ``None`` for a dense one."""
+        return self.mixture if self.on_layer(layer).mixture else None
 
     def gates_on_layer(self, layer: int) -> tuple[GateSpec, ...]:
         """The gates of one layer, at most one for each position."""
@@ -79,18 +82,45 @@ class ModelSettings(Settings):
     @model_validator(mode="after")
     def _check_sizes(self) -> ModelSettings:
         _ = self.attention_shape
-        rotated = self.head_size * self.rope.fraction
-        if rotated != int(rotated) or int(rotated) % 2:
-            raise ValueError(
-                f"head_size={self.head_size} with rope.fraction={self.rope.fraction} rotates {rotated:g} channels; "
-                "the rotation needs an even number of them"
-            )
+        self._check_rope(self.rope, "rope")
+        if repeated := [name for name, count in Counter(self.biased_projections).items() if count > 1]:
+            raise ValueError(f"biased_projections names {repeated[0]!r} twice")
         drawn = self.drawn_feedforward_width
         width = self.mixture.expert_width if self.mixture else self.feedforward_width
         if drawn is not None and drawn < width:
             raise ValueError(
                 f"drawn_feedforward_width={drawn} is below the feed-forward width {width} that is cut from it"
             )
+        return self
+
+    def _check_rope(self, rope: RopeSettings, name: str) -> None:
+        rotated = self.head_size * rope.fraction
+        if rotated != int(rotated) or int(rotated) % 2:
+            raise ValueError(
+                f"head_size={self.head_size} with {name}.fraction={rope.fraction} rotates {rotated:g} channels; "
+                "the rotation needs an even number of them"
+            )
+
+    @model_validator(mode="after")
+    def _check_layers(self) -> ModelSettings:
+        if self.layers and len(self.layers) != self.num_layers:
+            raise ValueError(
+                f"layers has {len(self.layers)} entries, but num_layers={self.num_layers}; give each layer one, or none"
+            )
+        for number, layer in enumerate(self.layers):
+            if layer.num_heads is not None and layer.num_heads % self.num_kv_heads:
+                raise ValueError(
+                    f"layers.{number}.num_heads={layer.num_heads} is not divisible by num_kv_heads="
+                    f"{self.num_kv_heads}; each key/value head serves equally many query heads"
+                )
+            if layer.rope is not None:
+                self._check_rope(layer.rope, f"layers.{number}.rope")
+            if layer.window is not None and not self.causal:
+                raise ValueError(
+                    f"layers.{number}.window={layer.window} with causal=False is impossible: a window looks back"
+                )
+        if self.mixture is not None and self.layers and not any(layer.mixture for layer in self.layers):
+            raise ValueError("mixture is given, but all layers have mixture=False; leave mixture out")
         return self
 
     @model_validator(mode="after")
