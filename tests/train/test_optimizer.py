@@ -75,6 +75,17 @@ def test_gates_follow_the_schedule_at_their_own_rate_or_the_common_one() -> None
         assert [group["lr"] for group in optimizer.param_groups] == [0.25 * 0.02] * 2 + [0.25 * gate_rate]
 
 
+@pytest.mark.parametrize("decay", [None, 0.0, 0.05])
+def test_gates_are_decayed_as_the_rest_or_as_they_are_told(decay: float | None) -> None:
+    decoder = Decoder(MODELS["gate with bias"])
+    names = {id(parameter): key for key, parameter in decoder.named_parameters()}
+    for group in parameter_groups(decoder, SETTINGS.model_copy(update={"gate_weight_decay": decay})):
+        for parameter in group["params"]:  # type: ignore[attr-defined]
+            in_gate, is_decayed = kind_by_name(names[id(parameter)])
+            of_gates = 0.3 if decay is None else decay
+            assert group["weight_decay"] == ((of_gates if in_gate else 0.3) if is_decayed else 0.0)
+
+
 def test_steps_are_those_of_adamw_written_out() -> None:
     """Loshchilov and Hutter 2019, algorithm 2, for every parameter by itself in float64."""
     decoder = Decoder(tiny_model("sdpa_elementwise", gates=(GateSpec(bias=0.3),))).double()

@@ -36,7 +36,7 @@ def save_checkpoint(folder: Path, step: int, decoder: Decoder, optimizer: torch.
     with atomic_path(target) as temporary:
         temporary.mkdir()
         try:
-            _write_weights(temporary / WEIGHTS, decoder)
+            write_weights(temporary / WEIGHTS, decoder)
             torch.save(optimizer.state_dict(), temporary / OPTIMIZER)
         except (SafetensorError, RuntimeError) as error:
             raise OSError(f"{target} could not be written; is the disk full? {error}") from error
@@ -64,7 +64,7 @@ def load_checkpoint(path: Path, decoder: Decoder, optimizer: torch.optim.Optimiz
     Raises ``ValueError`` that names the file when one is missing, damaged, or of another schema, layout or model.
     """
     _verify(path)
-    _load_weights(path / WEIGHTS, decoder)
+    load_weights(path / WEIGHTS, decoder)
     try:
         optimizer.load_state_dict(torch.load(path / OPTIMIZER, weights_only=True))
     except UnpicklingError:
@@ -75,27 +75,47 @@ def load_checkpoint(path: Path, decoder: Decoder, optimizer: torch.optim.Optimiz
 def load_decoder(path: Path) -> Decoder:
     """The decoder of a checkpoint, float32 and in eval mode; errors as for :func:`load_checkpoint`."""
     _verify(path)
-    with safe_open(path / WEIGHTS, framework="pt") as file:
-        settings = ModelSettings.parse(json.loads(file.metadata()["model"]))
-    decoder = Decoder(settings)
-    _load_weights(path / WEIGHTS, decoder)
+    decoder = Decoder(stored_settings(path / WEIGHTS))
+    load_weights(path / WEIGHTS, decoder)
     return decoder.eval()
 
 
-def _write_weights(path: Path, decoder: Decoder) -> None:
+def write_weights(path: Path, decoder: Decoder) -> None:
+    """Write a decoder's weights, with layout and settings in the metadata, as one safetensors file."""
     metadata = {"format": "pt", "gate_layout": LAYOUT, "model": decoder.settings.model_dump_json()}
     save_file({name: tensor.contiguous() for name, tensor in decoder.state_dict().items()}, path, metadata)
 
 
-def _load_weights(path: Path, decoder: Decoder) -> None:
-    with safe_open(path, framework="pt") as file:
-        layout = (file.metadata() or {}).get("gate_layout")
+def stored_settings(path: Path) -> ModelSettings:
+    """The settings of the model whose weights a file holds; ``ValueError`` for a file that does not say."""
+    text = _metadata(path).get("model")
+    if text is None:
+        raise ValueError(f"{path} does not say what model its weights are of; it was not written by GateLab's training")
+    return ModelSettings.parse(json.loads(text))
+
+
+def require_layout(path: Path) -> None:
+    """Raise ``ValueError`` for weights in a layout of gates other than ours."""
+    layout = _metadata(path).get("gate_layout")
     if layout != LAYOUT:
         raise ValueError(f"{path} has gate layout {layout}, this GateLab trains on with {LAYOUT}")
+
+
+def load_weights(path: Path, decoder: Decoder) -> None:
+    """Fill a decoder from a safetensors file; ``ValueError`` for one in another layout or of another model."""
+    require_layout(path)
     try:
         decoder.load_state_dict(load_file(path))
     except RuntimeError as error:
         raise ValueError(f"{path} does not fit the model: {str(error).splitlines()[-1].strip()}") from None
+
+
+def _metadata(path: Path) -> dict[str, str]:
+    try:
+        with safe_open(path, framework="pt") as file:
+            return file.metadata() or {}
+    except SafetensorError as error:
+        raise ValueError(f"{path} is no readable safetensors file: {error}") from None
 
 
 def _manifest(step: int, checksums: dict[str, str]) -> str:

@@ -29,6 +29,7 @@ from gatelab.train.run_folder import RunFolder, describe_environment
 from gatelab.train.schedule import rate_factor
 from gatelab.train.settings import RunSettings
 from gatelab.train.source import Source, open_source
+from gatelab.train.start import load_start, require_start, start_checksum
 from gatelab.train.step import SumOfNats, take_step
 from gatelab.train.throughput import Clock
 from gatelab.train.watch import Unwatched, Watch
@@ -54,7 +55,7 @@ def train(settings: RunSettings, folder: Path, cache: Path, watch: Watch | None 
     ):
         _require_resumable(run, settings)
         source = open_source(settings, cache, lambda stage, num_bytes: watch.message(stage) if not num_bytes else None)
-        data = _describe_data(source)
+        data = _describe_data(source, settings.train.start_from)
         run.require_same_data(data)
         if run.result is not None:
             return run.result
@@ -70,6 +71,8 @@ def train(settings: RunSettings, folder: Path, cache: Path, watch: Watch | None 
             spikes = SpikeMonitor(read_metrics(run.metrics, "step"))
             if done == 0:
                 _measure(run, log, done, decoder, source, evaluation.measured_windows)
+                if settings.train.start_from is not None:
+                    _evaluate(run, log, done, decoder, source, evaluation.windows)
             while done < steps:
                 clock.start()
                 set_learning_rate(optimizer, rate_factor(done, steps, settings.train.schedule))
@@ -94,12 +97,15 @@ def train(settings: RunSettings, folder: Path, cache: Path, watch: Watch | None 
 
 
 def build(settings: RunSettings, compiled: bool) -> tuple[Decoder, SumOfNats]:
-    """The initialised decoder of a run and its loss function."""
+    """A run's decoder, with its weights before the first step, and its loss function."""
     parallel.keep_freed_memory()
     dtype = getattr(torch, settings.train.precision)
     decoder = Decoder(settings.model)
-    initialize(decoder, settings.train.seed)
+    if settings.train.start_from is None:
+        initialize(decoder, settings.train.seed)
     decoder.to(torch.promote_types(dtype, torch.float32))
+    if settings.train.start_from is not None:
+        load_start(Path(settings.train.start_from), decoder)
     decoder.activation_dtype = dtype
 
     def sum_of_nats(state: Tensor, targets: Tensor) -> Tensor:
@@ -131,6 +137,8 @@ def _require_resumable(run: RunFolder, settings: RunSettings) -> None:
     if resume == "required" and not run.is_started:
         raise ValueError(f"{run.path} holds no run to continue and train.checkpoint.resume is required; set it to auto")
     run.require_same_settings(settings)
+    if settings.train.start_from is not None:
+        require_start(Path(settings.train.start_from), settings.model)
     remove_leftovers(run.path)
     remove_leftovers(run.checkpoints)
     if run.result is None:
@@ -158,9 +166,13 @@ def _resume(run: RunFolder, decoder: Decoder, optimizer: torch.optim.Optimizer) 
     return load_checkpoint(saved[-1], decoder, optimizer) if saved else 0
 
 
-def _describe_data(source: Source) -> dict[str, Any]:
-    domains = list(source.heldout)
-    return {"fingerprint": source.fingerprint, "heldout": domains, "attributions": list(source.attributions)}
+def _describe_data(source: Source, start_from: str | None) -> dict[str, Any]:
+    data = {
+        "fingerprint": source.fingerprint,
+        "heldout": list(source.heldout),
+        "attributions": list(source.attributions),
+    }
+    return data if start_from is None else data | {"start_weights": start_checksum(Path(start_from))}
 
 
 def _evaluate(run: RunFolder, log: MetricsLog, done: int, decoder: Decoder, source: Source, num_windows: int) -> None:

@@ -17,13 +17,14 @@ def parameter_groups(decoder: Decoder, settings: OptimizerSettings) -> list[dict
     Norms, biases and input-independent gates are not decayed. ``peak`` is a group's learning rate before the schedule.
     """
     gate_rate = settings.gate_learning_rate or settings.learning_rate
+    gate_decay = settings.weight_decay if settings.gate_weight_decay is None else settings.gate_weight_decay
     groups: dict[tuple[bool, bool], list[nn.Parameter]] = {}
     for in_gate, is_decayed, parameter in _classified(decoder):
         groups.setdefault((in_gate, is_decayed), []).append(parameter)
     return [
         {
             "params": groups[in_gate, is_decayed],
-            "weight_decay": settings.weight_decay if is_decayed else 0.0,
+            "weight_decay": (gate_decay if in_gate else settings.weight_decay) if is_decayed else 0.0,
             "peak": gate_rate if in_gate else settings.learning_rate,
             "lr": 0.0,
         }

@@ -63,7 +63,8 @@ class RunFolder:
 
     @property
     def data(self) -> dict[str, Any]:
-        """What the run reads: ``fingerprint``, names of the ``heldout`` domains, ``attributions``."""
+        """What the run reads: ``fingerprint``, names of the ``heldout`` domains, ``attributions``; a run that does not
+        start from random weights has the checksum of its ``start_weights``."""
         return self._read_json("data.json")
 
     @property
@@ -113,14 +114,15 @@ class RunFolder:
             raise ValueError(_refusal(self.path, "settings", changed, "choose another folder for the changed run"))
 
     def require_same_data(self, data: dict[str, Any]) -> None:
-        """Raise ``ValueError`` that shows the difference when a run on other data was begun here."""
+        """Raise ``ValueError`` that shows the difference when a run on other data, or weights, was begun here."""
         if not self.is_started:
             return
-        before = self.data["fingerprint"]
-        if before != data["fingerprint"]:
-            values = (before[:16], data["fingerprint"][:16])
-            way_out = "restore the text that it was begun with, or choose another folder"
-            raise ValueError(_refusal(self.path, "data", {"fingerprint": values}, way_out))
+        before = self.data
+        for key, what, kept in (("fingerprint", "data", "text"), ("start_weights", "start weights", "weights")):
+            if before.get(key) != data.get(key):
+                values = (before.get(key, "")[:16], data.get(key, "")[:16])
+                way_out = f"restore the {kept} that it was begun with, or choose another folder"
+                raise ValueError(_refusal(self.path, what, {key: values}, way_out))
 
     def begin(
         self, settings: RunSettings, environment: dict[str, Any], data: dict[str, Any], tokenizer: Tokenizer | None

@@ -19,6 +19,7 @@ class OptimizerSettings(Settings):
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = (0.9, 0.95)
     epsilon: float = Field(default=1e-8, gt=0)
     weight_decay: float = Field(default=0.1, ge=0)
+    gate_weight_decay: float | None = Field(default=None, ge=0, description="for gates; as the rest when None")
     clip_norm: float | None = Field(
         default=1.0, gt=0, description="largest global gradient norm; not clipped when None"
     )
@@ -77,6 +78,12 @@ class TrainSettings(Settings):
         "buffered over the pieces (Qiu et al. 2501.11873), so its balancing loss is exact with 1 alone",
     )
     seed: int = Field(default=0, ge=0, description="decides initial weights and the order of batches")
+    start_from: str | None = Field(
+        default=None,
+        min_length=1,
+        description="a folder with model.safetensors of the same model (a checkpoint, or what save_start wrote): the "
+        "weights before the first step; random ones when None",
+    )
     precision: Literal["bfloat16", "float32", "float64"] = Field(
         default="bfloat16", description="dtype of activations; weights and optimizer are float32 (float64 with float64)"
     )
