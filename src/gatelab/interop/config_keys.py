@@ -1,0 +1,153 @@
+"""Reading a config.json so that no key that could change the mathematics is overlooked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from gatelab.model.settings import RopeSettings
+
+# Bookkeeping, generation and training: keys that never change what a forward pass in eval mode computes. Code that a
+# checkpoint names (auto_map) is never run.
+HARMLESS = frozenset({
+    "_name_or_path", "add_cross_attention", "architectures", "attention_dropout", "auto_map", "bad_words_ids",
+    "begin_suppress_tokens", "bos_token_id", "chunk_size_feed_forward", "cross_attention_hidden_size",
+    "decoder_start_token_id", "diversity_penalty", "do_sample", "dtype", "early_stopping",
+    "encoder_no_repeat_ngram_size", "eos_token_id", "exponential_decay_length_penalty", "finetuning_task",
+    "forced_bos_token_id", "forced_eos_token_id", "id2label", "is_decoder", "is_encoder_decoder", "label2id",
+    "length_penalty", "max_length", "min_length", "model_type", "no_repeat_ngram_size", "num_beam_groups",
+    "num_beams", "num_return_sequences", "output_attentions", "output_hidden_states", "output_router_logits",
+    "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type", "remove_invalid_values",
+    "repetition_penalty", "return_dict", "return_dict_in_generate", "router_aux_loss_coef", "sep_token_id",
+    "suppress_tokens", "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder",
+    "tokenizer_class", "top_k", "top_p", "torch_dtype", "torchscript", "transformers_version", "typical_p",
+    "use_bfloat16", "use_cache",
+})  # fmt: skip
+# Flags of features that are off when they are false, whatever the family; other flags may change something when false.
+OFF_WHEN_FALSE = frozenset({
+    "attention_bias", "mlp_bias", "qkv_bias", "use_mrope", "use_sliding_window",
+})  # fmt: skip
+ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
+
+
+class ConfigKeys:
+    """The keys of one config.json; :meth:`finish` stops for every key that nobody has read."""
+
+    def __init__(self, data: Mapping[str, Any]):
+        self.family = str(data.get("model_type"))
+        self._data = dict(data)
+        self._left = set(data) - HARMLESS
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value of a key, the default where it is absent or null."""
+        self._left.discard(key)
+        value = self._data.get(key)
+        return default if value is None else value
+
+    def require(self, key: str) -> Any:
+        """The value of a key that has no default."""
+        value = self.get(key)
+        if value is None:
+            raise ValueError(f"the config.json of this {self.family} model lacks {key!r}, which has no safe default")
+        return value
+
+    def only(self, key: str, *allowed: Any) -> None:
+        """Stop for a value that changes the mathematics in a way that our decoder does not have."""
+        value = self.get(key)
+        if value is not None and value not in allowed:
+            possible = " or ".join(map(repr, allowed))
+            raise ValueError(f"config.json has {key}={value!r}; GateLab computes {self.family} models with {possible}")
+
+    def ignore(self, *keys: str) -> None:
+        """Note keys that are known not to matter for this family."""
+        self._left.difference_update(keys)
+
+    def finish(self) -> None:
+        """Raise ``ValueError`` with the names of all keys left that say anything; null and empty ones say nothing."""
+        unread = sorted(
+            key
+            for key in self._left
+            if self._data[key] not in (None, [], {}) and not (self._data[key] is False and key in OFF_WHEN_FALSE)
+        )
+        if unread:
+            values = ", ".join(f"{key}={self._data[key]!r}" for key in unread)
+            raise ValueError(
+                f"config.json has keys that GateLab does not know for {self.family} models and that could change the "
+                f"mathematics: {values}; remove them only if you know that they do not"
+            )
+
+
+def layer_types(keys: ConfigKeys, num_layers: int, default: Sequence[str]) -> list[str]:
+    """``full_attention`` or ``sliding_attention`` for each layer; other kinds are refused with their layers."""
+    given = list(keys.get("layer_types", default))
+    kinds = given[:num_layers]
+    if len(kinds) != num_layers or len(given) > num_layers + keys.get("num_nextn_predict_layers", 0):
+        raise ValueError(f"config.json has {len(given)} layer_types for num_hidden_layers={num_layers}")
+    for kind in dict.fromkeys(kinds):
+        if kind not in ("full_attention", "sliding_attention"):
+            layers = ", ".join(str(layer) for layer, other in enumerate(kinds) if other == kind)
+            raise ValueError(
+                f"this {keys.family} model has {kind} on layers {layers}; GateLab's decoder has softmax attention alone"
+            )
+    return kinds
+
+
+def windows(keys: ConfigKeys, kinds: Sequence[str], key: str = "sliding_window") -> list[int | None]:
+    """The window of each layer, ``None`` for full attention."""
+    window = keys.get(key)
+    if window is None and "sliding_attention" in kinds:
+        layer = kinds.index("sliding_attention")
+        raise ValueError(f"layer {layer} has sliding_attention, but config.json has no {key}")
+    return [window if kind == "sliding_attention" else None for kind in kinds]
+
+
+def ropes(keys: ConfigKeys, kinds: Sequence[str], default_fraction: float | None = None) -> list[RopeSettings]:
+    """The rotation of each layer, from any of the dialects; a family without ``default_fraction`` rotates all channels.
+
+    ``rope_parameters`` (flat, or one for each layer type), or ``rope_theta`` with ``rope_scaling`` and
+    ``partial_rotary_factor`` (numbers, or lists with one for each layer). Raises ``ValueError`` for any other rope
+    type than the default one, and where two dialects say different things.
+    """
+    parameters = keys.get("rope_parameters")
+    bases, scaling = keys.get("rope_theta"), keys.get("rope_scaling")
+    fractions = keys.get("partial_rotary_factor", keys.get("partial_rotary_factors"))
+    if parameters is None and bases is None:
+        keys.require("rope_theta")
+    found = []
+    for layer, kind in enumerate(kinds):
+        new = dict(parameters or {})
+        if kind in new or any(isinstance(value, Mapping) for value in new.values()):
+            if kind not in new:
+                raise ValueError(f"rope_parameters in config.json has nothing for the {kind} of layer {layer}")
+            new = dict(new[kind])
+        old = {"rope_theta": _of_layer(bases, layer), "partial_rotary_factor": _of_layer(fractions, layer)}
+        old = {key: value for key, value in old.items() if value is not None}
+        for key in old.keys() & new.keys():
+            if old[key] != new[key]:
+                raise ValueError(
+                    f"config.json has {key}={old[key]} and in rope_parameters {key}={new[key]}; remove the wrong one"
+                )
+        rope = _rope({**old, **(scaling or {}), **new}, default_fraction or 1.0)
+        if default_fraction is None and rope.fraction != 1:
+            raise ValueError(f"config.json has partial_rotary_factor={rope.fraction}, but {keys.family} rotates all")
+        found.append(rope)
+    return found
+
+
+def _of_layer(value: Any, layer: int) -> Any:
+    return value[layer] if isinstance(value, list) else value
+
+
+def _rope(values: Mapping[str, Any], default_fraction: float) -> RopeSettings:
+    kind = values.get("rope_type", values.get("type", "default"))
+    if kind != "default":
+        raise ValueError(
+            f"config.json asks for the rope type {kind!r}; GateLab computes the default one alone: "
+            "load a checkpoint without context extension"
+        )
+    if unknown := sorted(values.keys() - ROPE_KEYS):
+        raise ValueError(f"config.json has {unknown[0]}={values[unknown[0]]!r} among its rope settings, not known here")
+    if "rope_theta" not in values:
+        raise ValueError("the rope settings of config.json lack 'rope_theta', which has no safe default")
+    fraction = values.get("partial_rotary_factor", default_fraction)
+    return RopeSettings.parse({"base": values["rope_theta"], "fraction": fraction})

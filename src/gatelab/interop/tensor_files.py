@@ -1,0 +1,181 @@
+"""Weights in safetensors files, one or many with an index, read and written tensor by tensor."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+COMPILED = "_orig_mod."
+DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "BOOL": torch.bool,
+}
+
+
+class _Entry(NamedTuple):
+    file: Path
+    stored_name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+
+class TensorFiles(Mapping[str, Tensor]):
+    """The tensors of a folder by name; each is read from disk when it is asked for, and kept by nobody here.
+
+    Names lack the ``_orig_mod.`` that a compiled model writes. ``metadata`` is that of all files together.
+    """
+
+    def __init__(self, entries: Mapping[str, _Entry], metadata: Mapping[str, str]):
+        self._entries = dict(entries)
+        self.metadata = dict(metadata)
+
+    def __getitem__(self, name: str) -> Tensor:
+        entry = self._entries[name]
+        self.dtype(name)
+        with safe_open(entry.file, framework="pt") as file:
+            return file.get_tensor(entry.stored_name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The tensor's shape, without reading it."""
+        return self._entries[name].shape
+
+    def dtype(self, name: str) -> torch.dtype:
+        """The tensor's dtype, without reading it; a quantised one is a ``ValueError``."""
+        entry = self._entries[name]
+        if entry.dtype not in DTYPES:
+            raise ValueError(
+                f"{entry.file} holds {name} as {entry.dtype}; GateLab reads {', '.join(DTYPES)}: "
+                "take an unquantised checkpoint"
+            )
+        return DTYPES[entry.dtype]
+
+
+def open_tensors(folder: Path) -> TensorFiles:
+    """The weights of a folder: ``model.safetensors``, or the shards of ``model.safetensors.index.json``.
+
+    Raises ``ValueError`` when there are none, when a shard or one of its tensors is missing, when a file is damaged,
+    and when two files say different things in their metadata.
+    """
+    if (folder / INDEX).is_file():
+        files, expected = _indexed(folder)
+    elif (folder / SINGLE).is_file():
+        files, expected = [folder / SINGLE], None
+    else:
+        raise ValueError(
+            f"{folder} has neither {SINGLE} nor {INDEX}; GateLab reads safetensors alone, no pickled weights"
+        )
+    entries: dict[str, _Entry] = {}
+    metadata: dict[str, str] = {}
+    for file in files:
+        _add_file(file, entries, metadata)
+    for name, file in (expected or {}).items():
+        name = name.replace(COMPILED, "")
+        if name not in entries or entries[name].file != file:
+            raise ValueError(f"{folder / INDEX} says that {name} is in {file.name}, but it is not")
+    return TensorFiles(entries, metadata)
+
+
+def write_tensors(
+    folder: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], max_shard_bytes: int
+) -> int:
+    """Write a mapping in its order and return the bytes of its tensors, holding one shard in memory at a time.
+
+    One file, or shards with an index when there is more than ``max_shard_bytes``; a tensor above that has a shard of
+    its own. The folder must exist; wrap it in :func:`gatelab.files.atomic_path`. Raises ``OSError`` when a file can't
+    be written.
+    """
+    if max_shard_bytes <= 0:
+        raise ValueError(f"max_shard_bytes={max_shard_bytes} is not a size; give a positive number of bytes")
+    shard: dict[str, Tensor] = {}
+    shards: list[list[str]] = []
+    total = held = 0
+    for name in tensors:
+        tensor = tensors[name].contiguous()
+        if shard and held + tensor.nbytes > max_shard_bytes:
+            shards.append(_write_shard(folder / _unfinished(len(shards)), shard, metadata))
+            shard, held = {}, 0
+        shard[name] = tensor
+        held += tensor.nbytes
+        total += tensor.nbytes
+        del tensor
+    shards.append(_write_shard(folder / _unfinished(len(shards)), shard, metadata))
+    _name_shards(folder, shards, total)
+    return total
+
+
+def _indexed(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+    """The files of an index, and which tensor it says is in which."""
+    try:
+        weight_map = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{folder / INDEX} is damaged: it has no weight_map") from None
+    expected = {}
+    for name, file in weight_map.items():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise ValueError(f"{folder / INDEX} names the file {file!r}, which is not one of its folder")
+        expected[name] = folder / file
+    return sorted(set(expected.values())), expected
+
+
+def _add_file(path: Path, entries: dict[str, _Entry], metadata: dict[str, str]) -> None:
+    if not path.is_file():
+        raise ValueError(f"{path} is missing, though {INDEX} names it; the checkpoint is incomplete")
+    try:
+        with safe_open(path, framework="pt") as file:
+            found = dict(file.metadata() or {})
+            for stored_name in file.keys():  # noqa: SIM118 - it is no mapping
+                tensor = file.get_slice(stored_name)
+                name = stored_name.replace(COMPILED, "")
+                if name in entries:
+                    raise ValueError(f"{path} holds {name} a second time; it was in {entries[name].file} already")
+                entries[name] = _Entry(path, stored_name, tuple(tensor.get_shape()), tensor.get_dtype())
+    except SafetensorError as error:
+        raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
+    for key, value in found.items():
+        if metadata.setdefault(key, value) != value:
+            raise ValueError(f"{path} says {key}={value!r} in its metadata, another shard {metadata[key]!r}")
+
+
+def _write_shard(path: Path, shard: dict[str, Tensor], metadata: Mapping[str, str]) -> list[str]:
+    try:
+        save_file(shard, path, dict(metadata))
+    except SafetensorError as error:
+        raise OSError(f"{path} could not be written; is the disk full? {error}") from error
+    return list(shard)
+
+
+def _unfinished(number: int) -> str:
+    return f"shard-{number}.safetensors"
+
+
+def _name_shards(folder: Path, shards: list[list[str]], total: int) -> None:
+    """Give shards their final names, which say how many there are, and write the index of more than one."""
+    if len(shards) == 1:
+        (folder / _unfinished(0)).rename(folder / SINGLE)
+        return
+    weight_map = {}
+    for number, names in enumerate(shards):
+        final = f"model-{number + 1:05d}-of-{len(shards):05d}.safetensors"
+        (folder / _unfinished(number)).rename(folder / final)
+        weight_map |= dict.fromkeys(names, final)
+    index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
