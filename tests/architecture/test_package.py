@@ -25,7 +25,7 @@ def test_wheel_holds_every_source_file_and_page_asset(wheel):
     wanted = {
         str(path.relative_to(source))
         for path in source.rglob("*")
-        if path.suffix in {".py", ".css", ".js", ".jinja"} and "__pycache__" not in path.parts
+        if path.suffix in {".py", ".css", ".js", ".jinja", ".yaml"} and "__pycache__" not in path.parts
     }
     assert wanted <= packed
     assert any(name.endswith("licenses/LICENSE") for name in packed)

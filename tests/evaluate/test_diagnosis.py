@@ -16,7 +16,7 @@ from gatelab.cli import main
 from gatelab.diagnose.page import diagnosis_page
 from gatelab.diagnose.results import COLUMNS, NamedResult
 from gatelab.evaluate import diagnosis
-from gatelab.evaluate.diagnosis import Diagnosis, Examination, default_folder, diagnose, write_diagnosis
+from gatelab.evaluate.diagnosis import Diagnosis, Examination, diagnose, write_diagnosis
 from gatelab.evaluate.texts import file_text
 from gatelab.report.page import render
 
@@ -135,20 +135,6 @@ def test_a_folder_with_other_files_is_refused(found: list[Diagnosis], tmp_path: 
     with pytest.raises(ValueError, match="is a file; name a folder with --out"):
         write_diagnosis(tmp_path / "thesis.tex", found, "command")
     assert list(tmp_path.iterdir()) == [tmp_path / "thesis.tex"]
-
-
-@pytest.mark.parametrize(
-    ("names", "folder"),
-    [
-        (["runs/demo/ungated"], "ungated"),
-        (["owner/Name-1.5B"], "Name-1.5B"),
-        (["a/one", "b/two"], "one-and-two"),
-        ([".."], "model"),
-        (["odd name?/x y"], "x_y"),
-    ],
-)
-def test_the_default_folder_is_called_after_the_models(names: list[str], folder: str) -> None:
-    assert default_folder(names) == Path("runs/diagnosis") / folder
 
 
 @pytest.mark.parametrize(

@@ -90,12 +90,6 @@ def diagnose(names: Sequence[str], examination: Examination) -> list[Diagnosis]:
     return [_diagnose(*one, examination) for one in zip(labels, opened, windows, strict=True)]
 
 
-def default_folder(names: Sequence[str]) -> Path:
-    """``runs/diagnosis/NAME``, after the last part of each model's path or hub name."""
-    parts = [re.sub(r"[^\w.-]+", "_", Path(name).name).strip("._-") or "model" for name in names]
-    return Path("runs") / "diagnosis" / "-and-".join(parts)
-
-
 def require_replaceable(folder: Path) -> None:
     """Raise ``ValueError`` if writing a diagnosis to ``folder`` would remove anything but an earlier diagnosis."""
     if folder.exists() and not folder.is_dir():

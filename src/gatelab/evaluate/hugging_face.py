@@ -40,7 +40,7 @@ def load(
     """
     transformers = _require_transformers(place)
     name = place if gguf_file is None else str(Path(place) / gguf_file)
-    source: dict[str, Any] = {"trust_remote_code": False}
+    source: dict[str, Any] = {}
     if gguf_file is None:
         with _explained(name, unreadable):
             settings = dict(transformers.PreTrainedConfig.get_config_dict(place)[0])
@@ -49,21 +49,35 @@ def load(
         _require_gguf_packages(name)
         source["gguf_file"] = gguf_file
     with _explained(name, unreadable):
-        config = transformers.AutoConfig.from_pretrained(place, **source)
+        config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False, **source)
     for key in IMPLEMENTATION:
         setattr(config, f"_{key}", None)
     _require_softmax_attention(name, config.get_text_config())
-    with _explained(name, "its tokenizer can't be read, without which no text can be measured; add its tokenizer.json"):
-        tokenizer = from_hugging_face(transformers.AutoTokenizer.from_pretrained(place, **source))
+    tokenizer = load_tokenizer(place, **source)
     _require_memory_for(name, config, dtype, transformers)
     with _explained(name, "its weights can't be loaded"):
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
-            place, config=config, dtype=dtype, weights_only=True, output_loading_info=True, **source
+            place,
+            config=config,
+            dtype=dtype,
+            weights_only=True,
+            output_loading_info=True,
+            trust_remote_code=False,
+            **source,
         )
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"{name} lacks {len(missing)} of the model's weights, {missing[0]} first; it is incomplete")
     model.config.use_cache = False
     return Loaded(model.eval(), tokenizer, config.get_text_config())
+
+
+def load_tokenizer(place: str, **source: Any) -> ModelTokenizer:
+    """The tokenizer of a folder or a hub name; ``ValueError`` when it can't be read."""
+    transformers = _require_transformers(place)
+    with _explained(
+        place, "its tokenizer can't be read, without which no text can be measured; add its tokenizer.json"
+    ):
+        return from_hugging_face(transformers.AutoTokenizer.from_pretrained(place, trust_remote_code=False, **source))
 
 
 def _require_transformers(name: str) -> Any:

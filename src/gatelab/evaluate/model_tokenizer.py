@@ -14,7 +14,8 @@ class ModelTokenizer:
     """Text to ids and back, without special tokens: characters such as ``<s>`` in a text stay plain text.
 
     ``bos_id`` starts a sequence, and is ``None`` when the model has no such token. ``num_bos_added`` counts how many of
-    them the tokenizer puts in front by itself (never used here); 2 is a known fault of some of them.
+    them the tokenizer puts in front by itself (never used here); 2 is a known fault of some of them. ``source`` is the
+    tokenizer that this one stands for.
     """
 
     encode: Callable[[str], list[int]]
@@ -22,6 +23,7 @@ class ModelTokenizer:
     bos_id: int | None
     num_bos_added: int
     vocab_size: int
+    source: Any = None
 
     @property
     def adds_bos(self) -> bool:
@@ -41,6 +43,7 @@ def from_gatelab(tokenizer: Tokenizer) -> ModelTokenizer:
         bos_id=tokenizer.bos_id,
         num_bos_added=0,
         vocab_size=tokenizer.vocab_size,
+        source=tokenizer,
     )
 
 
@@ -55,4 +58,5 @@ def from_hugging_face(tokenizer: Any) -> ModelTokenizer:
         bos_id=bos_id,
         num_bos_added=0 if bos_id is None else next(others, len(beginning)),
         vocab_size=len(tokenizer),
+        source=tokenizer,
     )

@@ -16,6 +16,7 @@ from gatelab.diagnose.measure import Attach
 from gatelab.evaluate import hugging_face
 from gatelab.evaluate.memory import require_memory
 from gatelab.evaluate.model_tokenizer import ModelTokenizer, from_gatelab
+from gatelab.interop.loading import build_decoder, is_ours_to_load, open_checkpoint
 from gatelab.interop.probe import attach_hugging_face
 from gatelab.model.accounting import count_parameters
 from gatelab.train.checkpoint import checkpoints, load_decoder, step_of
@@ -49,7 +50,8 @@ class OpenedModel:
 
 def open_model(name: str, dtype: torch.dtype = torch.float32) -> OpenedModel:
     """Open what ``name`` is; the first that fits of: a folder with ``settings.yaml`` is a GateLab run (its newest
-    checkpoint), one with ``config.json`` a Hugging Face model, a ``.gguf`` file or a folder with one of them a GGUF
+    checkpoint), one with ``config.json`` a GateLab model in Hugging Face form, one with the paper's gate keys, or any
+    other Hugging Face model, a ``.gguf`` file or a folder with one of them a GGUF
     model; a name that is no path is looked up on the Hugging Face hub.
 
     Weights and activations have ``dtype``. No code that comes with a model is ever run. Raises ``ValueError`` with one
@@ -59,6 +61,8 @@ def open_model(name: str, dtype: torch.dtype = torch.float32) -> OpenedModel:
     path = Path(name)
     if (path / "settings.yaml").is_file():
         return _open_run(path, name, dtype)
+    if is_ours_to_load(path):
+        return _open_decoder(path, name, dtype)
     if (path / "config.json").is_file():
         return _from_transformers(name, "Hugging Face folder", hugging_face.load(name, dtype), dtype)
     files = [path] if path.is_file() and path.suffix == ".gguf" else sorted(path.glob("*.gguf"))
@@ -91,6 +95,24 @@ def _open_run(folder: Path, name: str, dtype: torch.dtype) -> OpenedModel:
         max_context=settings.model.max_context,
         step=step_of(saved[-1]),
         description=_describe("GateLab run folder", decoder, dtype),
+    )
+
+
+def _open_decoder(folder: Path, name: str, dtype: torch.dtype) -> OpenedModel:
+    """A folder in the Hugging Face form of a GateLab model, or with a gate that the paper's keys declare."""
+    tokenizer = hugging_face.load_tokenizer(name)
+    checkpoint = open_checkpoint(folder)
+    num_bytes = count_parameters(checkpoint.settings).total * max(dtype.itemsize, 4)
+    require_memory(num_bytes, f"loading {name}", "free some memory, or open a smaller model")
+    decoder = build_decoder(checkpoint).to(dtype)
+    layout = {"gate_layout": checkpoint.layout} if checkpoint.settings.gates else {}
+    return OpenedModel(
+        name=name,
+        family="gatelab",
+        model=decoder,
+        tokenizer=tokenizer,
+        max_context=checkpoint.settings.max_context,
+        description=_describe("checkpoint folder", decoder, dtype) | layout,
     )
 
 

@@ -1,0 +1,40 @@
+"""Converting what a user names: any checkpoint, or a run with its newest checkpoint and its tokenizer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from gatelab.data.tokenizer import Tokenizer
+from gatelab.evaluate.language_model import hugging_face_form
+from gatelab.interop.convert import MAX_SHARD_BYTES, Conversion, convert
+from gatelab.interop.layouts import Layout
+from gatelab.interop.targets import To
+from gatelab.train.checkpoint import checkpoints
+from gatelab.train.run_folder import RunFolder
+
+
+def convert_model(
+    source: Path,
+    destination: Path,
+    to: To,
+    layout: Layout | None = None,
+    max_shard_bytes: int = MAX_SHARD_BYTES,
+    expand: bool = False,
+) -> Conversion:
+    """:func:`gatelab.interop.convert` for a folder that it takes, or for a run folder.
+
+    A run gives its newest checkpoint, and its tokenizer in the form that transformers opens, with one BOS in front of
+    each text as in training. Raises ``ValueError`` for a run without a checkpoint too.
+    """
+    if not (source / "settings.yaml").is_file():
+        return convert(source, destination, to, layout, max_shard_bytes, expand)
+    run = RunFolder(source)
+    saved = checkpoints(run.checkpoints)
+    if not saved:
+        raise ValueError(f"the run in {source} has no checkpoint yet; train it until it has saved one")
+    with TemporaryDirectory() as folder:
+        if run.tokenizer.is_file():
+            tokenizer = Tokenizer.load(run.tokenizer, run.settings.data.tokenizer.bos_token)
+            hugging_face_form(tokenizer).save_pretrained(folder)
+        return convert(saved[-1], destination, to, layout, max_shard_bytes, expand, beside=Path(folder))
