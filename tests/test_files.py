@@ -3,10 +3,11 @@
 import hashlib
 import os
 import shutil
+from pathlib import Path
 
 import pytest
 
-from gatelab.files import atomic_path, remove_leftovers, require_free_space, sha256, write_atomically
+from gatelab.files import atomic_path, default_folder, remove_leftovers, require_free_space, sha256, write_atomically
 
 
 def test_a_failed_write_leaves_what_was_there(tmp_path):
@@ -64,3 +65,17 @@ def test_too_little_space_is_said_before_any_work(tmp_path, monkeypatch):
     require_free_space(tmp_path / "new" / "folder", 4_000_000, "a checkpoint")
     with pytest.raises(OSError, match="a checkpoint needs about 6 MB but only 5 MB are free under"):
         require_free_space(tmp_path / "new" / "folder", 6_000_000, "a checkpoint")
+
+
+@pytest.mark.parametrize(
+    ("names", "folder"),
+    [
+        (["runs/demo/ungated"], "ungated"),
+        (["owner/Name-1.5B"], "Name-1.5B"),
+        (["a/one", "b/two"], "one-and-two"),
+        ([".."], "model"),
+        (["odd name?/x y"], "x_y"),
+    ],
+)
+def test_the_default_folder_is_called_after_the_models(names, folder):
+    assert default_folder("diagnosis", names) == Path("runs/diagnosis") / folder

@@ -1,4 +1,4 @@
-"""Writing so that a reader never sees half a file, folders that nothing is left in, and checksums."""
+"""Writing so that a reader never sees half a file, folders that nothing is left in, their names, and checksums."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -119,3 +119,9 @@ def _flush(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def default_folder(kind: str, names: Sequence[str]) -> Path:
+    """``runs/KIND/NAME``, after the last part of each path or hub name."""
+    parts = [re.sub(r"[^\w.-]+", "_", Path(name).name).strip("._-") or "model" for name in names]
+    return Path("runs") / kind / "-and-".join(parts)
