@@ -55,16 +55,24 @@ def cost_table(costs: Costs) -> Table:
         MODEL,
         WAY,
         Column("seconds", "median", ".2f", "s"),
-        Column("fastest", "fastest", ".2f", "s"),
-        Column("slowest", "slowest", ".2f", "s"),
+        Column("spread", "from, to", ".2f", "s"),
         Column("time_ratio", "time, x plain", ".2f"),
-        Column("peak", "peak memory", ",.0f", "MiB"),
+        Column("extra", "memory", ",.0f", "MiB"),
         Column("peak_ratio", "peak, x plain", ".2f"),
-        Column("extra", "over the start", ",.0f", "MiB"),
-        Column("core_is_faster", "core is faster, x", ".1f"),
-        Column("core_is_smaller", "core is smaller, x", ".1f"),
     ]
-    return Table(columns, ratios(costs))
+    return Table(columns, [row | {"spread": (row["fastest"], row["slowest"])} for row in ratios(costs)])
+
+
+def maps_table(costs: Costs) -> Table:
+    """The core set against ``output_attentions=True``, in turns."""
+    columns = [
+        MODEL,
+        Column("core_is_faster", "core is faster, times", ".1f"),
+        Column("core_is_smaller", "takes less memory, times", ".1f"),
+        Column("time_ratio", "maps, x plain pass", ".1f"),
+    ]
+    rows = [row for row in ratios(costs) if row["core_is_faster"] is not None]
+    return Table(columns, rows, "The core set against output_attentions=True. The last column bounds the first.")
 
 
 def slope_table(costs: Costs) -> Table:
@@ -134,7 +142,7 @@ def cost_page(costs: Costs, command: str) -> Page:
         lead=lead,
         command=command,
         sections=[
-            Section("Time and memory at 4,096 tokens", content=[time, memory, cost_table(costs)]),
+            Section("Time and memory at 4,096 tokens", content=[time, memory, cost_table(costs), maps_table(costs)]),
             Section("Up to 32,768 tokens", content=[linear, slope]),
             Section("Exactness", content=[errors]),
         ],
