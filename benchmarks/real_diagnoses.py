@@ -3,7 +3,7 @@
     make demo && python benchmarks/real_diagnoses.py [--demo runs/demo] [--cache ~/.cache/gatelab] [--out docs/results]
 
 The real models read 4 samples of 320 tokens of SQuAD paragraphs, the demo's arms 4 samples of their held-out text. Each
-folder has the numbers, the page, and the charts as PNG.
+folder has the page, its numbers, and the charts that the how-to page shows.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from gatelab.data.settings import CorpusSettings
 from gatelab.evaluate.diagnosis import Examination, diagnose, write_diagnosis
 from gatelab.evaluate.texts import file_text
 
+KEPT_FIGURES = ("every-head", "by-layer.", "largest-and-median", "gate")
+
 
 def keep(names: Sequence[str], examination: Examination, target: Path) -> None:
     """Diagnose, and put what is kept in place of the folder ``target``."""
@@ -27,7 +29,13 @@ def keep(names: Sequence[str], examination: Examination, target: Path) -> None:
         written = Path(temporary) / "diagnosis"
         write_diagnosis(written, diagnose(names, examination), "python benchmarks/real_diagnoses.py")
         shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(written, target, ignore=shutil.ignore_patterns("*.svg", "*.pdf"))
+        shutil.copytree(written, target, ignore=_left_out)
+
+
+def _left_out(folder: str, names: list[str]) -> set[str]:
+    if Path(folder).name != "figures":
+        return set()
+    return {name for name in names if not (name.endswith(".png") and any(part in name for part in KEPT_FIGURES))}
 
 
 def main() -> None:
@@ -38,10 +46,10 @@ def main() -> None:
     options = parser.parse_args()
     cache = options.cache.expanduser()
     squad = Examination(file_text(squad_text(cache)), cache, length=320, full=True)
-    for model in (SMOLLM2, GEMMA3):
-        keep([str(model.file(cache))], squad, options.out / model.name)
-    arms = [str(options.demo / arm) for arm in ("ungated", "headwise", "elementwise")]
-    keep(arms, Examination(CorpusSettings(), cache, full=True, clamp=True), options.out / "demo")
+    keep([str(model.file(cache)) for model in (SMOLLM2, GEMMA3)], squad, options.out / "real-models")
+    heldout = Examination(CorpusSettings(), cache, full=True, clamp=True)
+    for arm in ("headwise", "elementwise"):
+        keep([str(options.demo / "ungated"), str(options.demo / arm)], heldout, options.out / f"demo-{arm}")
 
 
 if __name__ == "__main__":
