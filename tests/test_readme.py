@@ -14,6 +14,8 @@ COMMANDS = re.findall(r"^gatelab .*?(?= +#|$)", README, flags=re.MULTILINE)
 CORPUS = "data.train={name: python_standard_library, max_bytes: 900000, heldout_fraction: 0.3}"
 SHORTER = {
     "train": ["train.steps=2", "train.schedule.warmup_steps=1", CORPUS, "--cache", "cache"],
+    "add-gate": ["--train-steps", "2", CORPUS, "--cache", "cache"],
+    "eval": ["--lengths", "256", "--max-new-tokens", "4"],
     "diagnose": ["--text", "text.txt", "--length", "64", "--samples", "2"],
 }
 
@@ -27,7 +29,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_readme_has_commands():
-    assert len(COMMANDS) == 5
+    assert len(COMMANDS) == 8
 
 
 @pytest.mark.parametrize("command", COMMANDS)
