@@ -15,7 +15,7 @@ CORPUS = "data.train={name: python_standard_library, max_bytes: 900000, heldout_
 SHORTER = {
     "train": ["train.steps=2", "train.schedule.warmup_steps=1", CORPUS, "--cache", "cache"],
     "add-gate": ["--train-steps", "2", CORPUS, "--cache", "cache"],
-    "eval": ["--lengths", "256", "--max-new-tokens", "4"],
+    "eval": ["--lengths", "500", "--max-new-tokens", "4"],
     "diagnose": ["--text", "text.txt", "--length", "64", "--samples", "2"],
 }
 
