@@ -49,6 +49,17 @@ def test_samples_follow_the_rule_and_their_frequencies():
     assert ((counts - 20_000 * chances).abs() < 5 * spread + 1).all()
 
 
+def test_query_sets_part_the_queries_from_the_fifth_on():
+    task = make_task()
+    tokens = task.batch(0).inputs
+    sets = task.query_sets(tokens)
+    for row, sequence in enumerate(tokens.tolist()):
+        for position, token in enumerate(sequence):
+            assert sets["trigger"][row, position] == (position >= 4 and token in (1, 2))
+            assert sets["other"][row, position] == (position >= 4 and token not in (1, 2))
+    assert sets["trigger"].any() and sets["other"].any()
+
+
 def test_triggers_stand_between_two_equal_plain_tokens():
     task = BigramBackcopy(BigramBackcopySettings(), context=64, sequences_per_step=32, seed=0)
     batch = task.batch(3)

@@ -50,7 +50,7 @@ def naive_map(
         seen = [s for s in range(logits.shape[3]) if visible.expand(len(query), -1, -1)[b, t, s]]
         total = sum(math.exp(logits[b, h, t, s]) for s in seen)
         if learned_sinks is not None:
-            total += math.exp(learned_sinks[h])
+            total += math.exp(learned_sinks.expand(len(query), -1, query.shape[1])[b, h, t])
         for s in seen:
             weights[b, h, t, s] = math.exp(logits[b, h, t, s]) / total
     return weights
@@ -146,7 +146,7 @@ def _tensors(name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Ten
     query, key = random_tensors(B, CASES[name].sight.num_queries, T, H, K, C, dtype)
     generator = torch.Generator().manual_seed(11)
     value = torch.randn(B, T, K, Cv, generator=generator, dtype=torch.float64).to(dtype)
-    sinks = torch.randn(H, generator=generator, dtype=torch.float64).to(dtype)
+    sinks = torch.randn(1, H, 1, generator=generator, dtype=torch.float64).to(dtype)
     return query, key, value, sinks if CASES[name].has_sinks else None
 
 

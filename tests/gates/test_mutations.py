@@ -46,13 +46,13 @@ PRODUCT = 'y * scores if self.spec.operation == "multiply" else y + scores'
 HEADS = "self.projection(x).unflatten(-1, (-1, self.channels))"
 SHARED = "return activation(logits).mean(dim=2, keepdim=True)"
 ATTEND = """\
-        output = self.kernel(query, key, value, mask, self.causal)
+        output = self.kernel(query, key, value, mask, self.causal, self.sink)
         sources["attention_output"] = output.flatten(2)
         gated = self._gate("sdpa_output", self.control(output), sources, scores)
 """
 GATED_QUERY = """\
         query = self._gate("sdpa_output", query, sources, scores)
-        output = self.kernel(query, key, value, mask, self.causal)
+        output = self.kernel(query, key, value, mask, self.causal, self.sink)
         sources["attention_output"] = output.flatten(2)
         gated = self.control(output)
 """

@@ -185,6 +185,10 @@ REFUSED: dict[str, tuple[To, dict[str, Any], str]] = {
     "a sigmoid router": (
         "qwen3", {"mixture": EXPERTS.model_copy(update={"router": "sigmoid"})}, "its router is not a plain softmax",
     ),
+    "a sink": ("qwen3", {"sink": {"kind": "off_by_one"}}, "its attention has the sink off_by_one"),
+    "a sink in our own form": (
+        "gatelab", {"sink": {"kind": "learned_logit"}}, "its attention has the sink learned_logit",
+    ),
     "not causal": ("official", {"causal": False}, "it is not causal"),
     "two reasons": ("qwen3", {"qk_norm": False, "sandwich_norm": True}, "it has sandwich norms; it has no q/k norm"),
 }  # fmt: skip

@@ -21,6 +21,7 @@ from gatelab.diagnose.measure import measure  # noqa: E402
 from gatelab.interop.huggingface import from_decoder, to_decoder  # noqa: E402
 from gatelab.interop.huggingface_attention import eager_attention  # noqa: E402
 from gatelab.interop.probe import attach_hugging_face  # noqa: E402
+from gatelab.model.settings import SinkSettings  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::FutureWarning")
 
@@ -237,6 +238,8 @@ def test_a_copy_is_a_copy() -> None:
 def test_what_transformers_cannot_express_is_refused() -> None:
     with pytest.raises(ValueError, match="causal=False generates no text; it has no Hugging Face form"):
         from_decoder(tiny_decoder(tiny_settings(causal=False)))
+    with pytest.raises(ValueError, match="attention functions know no sink learned_key_value; no Hugging Face form"):
+        from_decoder(tiny_decoder(tiny_settings(sink=SinkSettings(kind="learned_key_value"))))
     with pytest.raises(ValueError, match=r"knows one sliding window for a model, and this one has \[4, 6\]"):
         from_decoder(tiny_decoder(tiny_settings(layers=({"window": 4}, {"window": 6}))))
 

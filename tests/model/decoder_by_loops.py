@@ -15,7 +15,7 @@ from gatelab.gates import reference
 from gatelab.gates.reference import Block, Sources
 from gatelab.gates.spec import AttentionShape
 from gatelab.model.decoder import Decoder
-from gatelab.model.settings import LayerSettings, MixtureSettings, ModelSettings
+from gatelab.model.settings import LayerSettings, MixtureSettings, ModelSettings, SinkSettings
 
 Weights = Mapping[str, Tensor]
 
@@ -104,12 +104,42 @@ def attention_by_loops(
     for t, x in enumerate(hidden):
         seen = [s for s in range(t + 1) if own.window is None or t - s < own.window]
         heads = [
-            reference.attend(query, [keys[s][h // group] for s in seen], [values[s][h // group] for s in seen])
+            attend_by_loops(
+                settings.sink,
+                under(weights, "sink."),
+                (h, h // group),
+                query,
+                [(keys[s][h // group], values[s][h // group]) for s in seen],
+            )
             for h, query in enumerate(queries[t])
         ]
         sources: Sources = {"hidden": x}
         outputs.append(project("o", torch.cat(reference.apply_gate(block, heads, "sdpa_output", sources))))
     return outputs
+
+
+def attend_by_loops(
+    sink: SinkSettings | None,
+    weights: Weights,
+    heads: tuple[int, int],
+    query: Tensor,
+    seen: Sequence[tuple[Tensor, Tensor]],
+) -> Tensor:
+    """Attention of one query head, and its key head, over the keys and values seen; the sink's is one term more."""
+    head, key_head = heads
+    if sink is None:
+        return reference.attend(query, [key for key, _ in seen], [value for _, value in seen])
+    numerator, denominator = torch.zeros_like(query), torch.zeros_like(query[0])
+    if sink.kind == "learned_key_value":
+        seen = [*seen, (weights["key"][key_head], weights["value"][key_head])]
+    elif sink.kind == "learned_logit":
+        denominator = denominator + torch.exp(weights["logits"][head])
+    else:
+        denominator = denominator + 1
+    for key, value in seen:
+        exponential = torch.exp(torch.dot(query, key) / len(query) ** 0.5)
+        numerator, denominator = numerator + exponential * value, denominator + exponential
+    return numerator / denominator
 
 
 def swiglu(weights: Weights, x: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_decoders import ARCHITECTURES, MIXTURE, B, T, tiny_settings, token_ids
+from tiny_decoders import ARCHITECTURES, MIXTURE, SINKS, B, T, tiny_settings, token_ids
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -154,7 +154,7 @@ def counted_flops(settings: ModelSettings, backward: bool) -> int:
     return counter.get_total_flops()
 
 
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in SINKS])
 def test_operations_equal_pytorchs_counter(name: str) -> None:
     """To the last operation, but for two things that PyTorch computes and we leave out.
 

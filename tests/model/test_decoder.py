@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_decoders import ARCHITECTURES, FAMILIES, MIXTURE, B, T, V, tiny_decoder, tiny_settings, token_ids
+from tiny_decoders import ARCHITECTURES, FAMILIES, MIXTURE, SINKS, B, T, V, tiny_decoder, tiny_settings, token_ids
 
 from gatelab.gates.variants import VARIANTS
 from gatelab.model.cache import KVCache
@@ -70,7 +70,7 @@ def test_logits_are_products_of_the_final_state_with_the_head(tied_head: bool) -
     assert torch.equal(decoder(ids), decoder.logits(state))
 
 
-@pytest.mark.parametrize("name", ["dense", "mixture", "sandwich norm", "control", "own head", *FAMILIES])
+@pytest.mark.parametrize("name", ["dense", "mixture", "sandwich norm", "control", "own head", *FAMILIES, *SINKS])
 def test_every_parameter_has_a_gradient(name: str) -> None:
     decoder = tiny_decoder(ARCHITECTURES[name], torch.float32)
     decoder(token_ids()).square().sum().backward()
@@ -88,7 +88,7 @@ def test_sandwich_norms_stand_at_the_end_of_each_branch() -> None:
     assert torch.equal(layer(x, rotation)[0], expected)
 
 
-@pytest.mark.parametrize("name", ["dense", "mixture", "own head", "control", "two gates", *FAMILIES])
+@pytest.mark.parametrize("name", ["dense", "mixture", "own head", "control", "two gates", *FAMILIES, *SINKS])
 def test_bfloat16_activations_on_float32_weights(name: str) -> None:
     """Weights keep float32 and get float32 gradients; the logits are near those of float64."""
     settings = ARCHITECTURES[name].model_copy(update={"init_std": 0.05})

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from decoder_by_loops import decoder_by_loops
-from tiny_decoders import ARCHITECTURES, FAMILIES, MIXTURE, V, tiny_decoder, tiny_settings, token_ids
+from tiny_decoders import ARCHITECTURES, FAMILIES, MIXTURE, SINKS, V, tiny_decoder, tiny_settings, token_ids
 
 from gatelab.diagnose.measure import measure
 from gatelab.gates.spec import GateSpec
@@ -22,7 +22,7 @@ from gatelab.model.settings import LayerSettings, MixtureSettings, ModelSettings
 IDS = token_ids(num_rows=2, num_tokens=11)
 
 
-@pytest.mark.parametrize("name", ["dense", "mixture", "sandwich norm", "partial rotary", *FAMILIES])
+@pytest.mark.parametrize("name", ["dense", "mixture", "sandwich norm", "partial rotary", *FAMILIES, *SINKS])
 def test_logits_and_all_gradients_equal_loops(name: str) -> None:
     decoder = tiny_decoder(ARCHITECTURES[name])
     logits, expected = decoder(IDS), decoder_by_loops(decoder, IDS)

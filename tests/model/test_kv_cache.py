@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from tiny_decoders import ARCHITECTURES, FAMILIES, MIXTURE, tiny_decoder, tiny_settings, token_ids
+from tiny_decoders import ARCHITECTURES, FAMILIES, MIXTURE, SINKS, tiny_decoder, tiny_settings, token_ids
 from torch import Tensor
 
 from gatelab.model.cache import KVCache
@@ -45,7 +45,7 @@ def test_four_then_three_then_one_equal_one_pass(name: str, dtype: torch.dtype) 
 
 
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=str)
-@pytest.mark.parametrize("name", ["dense", "mixture", "value gate", "partial rotary", *FAMILIES])
+@pytest.mark.parametrize("name", ["dense", "mixture", "value gate", "partial rotary", *FAMILIES, *SINKS])
 @torch.no_grad()
 def test_packed_documents_in_pieces_equal_one_pass(name: str, dtype: torch.dtype) -> None:
     """The pieces cut through documents, and rows have their own borders and padding."""
@@ -61,7 +61,9 @@ def test_packed_documents_in_pieces_equal_one_pass(name: str, dtype: torch.dtype
     assert relative_error(torch.cat(pieces, 1)[counted], decoder(ids, documents)[counted]) < TOLERANCES[dtype]
 
 
-@pytest.mark.parametrize("name", ["dense", "mixture", "gate from the output", "two gates", "sandwich norm", *FAMILIES])
+@pytest.mark.parametrize(
+    "name", ["dense", "mixture", "gate from the output", "two gates", "sandwich norm", *FAMILIES, *SINKS]
+)
 @torch.no_grad()
 def test_left_padded_rows_decode_as_if_alone(name: str) -> None:
     decoder = tiny_decoder(ARCHITECTURES[name])

@@ -9,7 +9,7 @@ from gatelab.gates.spec import GateSpec
 from gatelab.gates.variants import find_variant
 from gatelab.model.decoder import Decoder
 from gatelab.model.initialization import initialize
-from gatelab.model.settings import LayerSettings, MixtureSettings, ModelSettings, RopeSettings
+from gatelab.model.settings import LayerSettings, MixtureSettings, ModelSettings, RopeSettings, SinkSettings
 
 B, T, V = 3, 17, 97
 MIXTURE = MixtureSettings(num_experts=5, experts_per_token=2, expert_width=24, shared_width=28)
@@ -119,3 +119,12 @@ FAMILIES: dict[str, ModelSettings] = {
     ),
 }
 ARCHITECTURES.update(FAMILIES)
+
+# A key that no token has, beside gates and windows.
+_WINDOWED = (LayerSettings(window=5), LayerSettings())
+SINKS: dict[str, ModelSettings] = {
+    "learned logit": tiny_settings(sink=SinkSettings(kind="learned_logit"), layers=_WINDOWED),
+    "off by one": tiny_settings("sdpa_headwise", sink=SinkSettings(kind="off_by_one"), qk_norm=False, init_std=0.15),
+    "learned key and value": tiny_settings(sink=SinkSettings(kind="learned_key_value"), layers=_WINDOWED),
+}
+ARCHITECTURES.update(SINKS)

@@ -14,6 +14,7 @@ from safetensors.torch import load_file
 from gatelab.gates.variants import VARIANTS
 from gatelab.model.accounting import count_parameters, describe_cost
 from gatelab.model.decoder import Decoder
+from gatelab.model.rivals import RIVALS, find_rival, with_rival
 from gatelab.recipes.table import RECIPES, resolve
 from gatelab.train.loop import train
 from gatelab.train.run_folder import RunFolder
@@ -65,6 +66,19 @@ def test_matching_comes_after_every_other_word(words: list[str]) -> None:
     gated = resolve("dense_tiny", ["match=parameters", *words, "gate=sdpa_elementwise"])
     step = 8 * 3 * gated.model.width * gated.model.num_layers
     assert 0 <= count_parameters(gated.model).total - count_parameters(baseline.model).total < step
+
+
+@pytest.mark.parametrize("rival", RIVALS)
+def test_every_rival_goes_with_recipes_and_other_words(rival: str) -> None:
+    words = ["model.num_layers=3", f"rival={rival}", "match=parameters", "gate=sdpa_headwise"]
+    run, plain = resolve("dense_tiny", words), resolve("dense_tiny", [words[0], *words[2:]])
+    assert run.model == with_rival(plain.model, find_rival(rival))
+    assert (run.data, run.train) == (plain.data, plain.train)
+
+
+def test_a_path_stands_over_the_rivals_word() -> None:
+    run = resolve("backcopy", ["rival=learned_logit", "model.sink.kind=off_by_one"])
+    assert run.model.sink is not None and run.model.sink.kind == "off_by_one"
 
 
 @pytest.mark.parametrize("name", RECIPES)
@@ -131,16 +145,20 @@ def test_overrides_reach_every_part() -> None:
             r"'sdpa_elementwize' is unknown; did you mean 'sdpa_elementwise'\? the choices",
         ),
         (
+            ["demo", "rival=learnt_logit"],
+            r"rival 'learnt_logit' is unknown; did you mean 'learned_logit'\? the choices",
+        ),
+        (
             ["demo", "match=parameter"],
             r"match cannot be 'parameter'; did you mean 'parameters'\? the choices are: none, ",
         ),
         (
             ["demo", "gates=none"],
-            r"'gates' is no word for recipe demo; did you mean 'gate'\? the choices are: gate, match",
+            r"'gates' is no word for recipe demo; did you mean 'gate'\? the choices are: gate, rival, match",
         ),
         (
             ["demo", "steps=5"],
-            r"'steps' is no word for recipe demo; the choices are: gate, match, .*model\., data\., ",
+            r"'steps' is no word for recipe demo; the choices are: gate, rival, match, .*model\., data\., ",
         ),
         (["demo", "train.step=5"], r"'train.step' is unknown: train has no field 'step'; did you mean 'steps'\?"),
         (["demo", "train.optimiser.learning_rate=5"], r"train has no field 'optimiser'; did you mean 'optimizer'\?"),

@@ -25,6 +25,7 @@ from gatelab.data.loader import Batch, rows_of_rank
 from gatelab.data.settings import BigramBackcopySettings
 
 BOS_ID = 0
+FIRST_MEASURED_QUERY = 4
 
 
 class BigramBackcopy:
@@ -62,6 +63,15 @@ class BigramBackcopy:
     def is_trigger(self, tokens: Int[Tensor, "*B T"]) -> Bool[Tensor, "*B T"]:
         """Where the token is a trigger; of the inputs: the queries that must copy back."""
         return (tokens >= self.triggers.start) & (tokens < self.triggers.stop)
+
+    def query_sets(self, tokens: Int[Tensor, "B T"]) -> dict[str, Bool[Tensor, "B T"]]:
+        """The queries from the fifth on that must copy (``trigger``), and those that need nothing (``other``).
+
+        The first four see so few keys that the first token gets much of anyone's attention.
+        """
+        is_late = torch.arange(tokens.shape[1], device=tokens.device) >= FIRST_MEASURED_QUERY
+        triggers = self.is_trigger(tokens)
+        return {"trigger": triggers & is_late, "other": ~triggers & is_late}
 
     def entropy_floor(self) -> float:
         """The mean entropy of a target given everything before it, over a window's T targets, in nats.

@@ -35,13 +35,15 @@ def attend(
     scale: float,
     visibility: Visibility,
     softcap: float | None = None,
-    learned_sinks: Float[Tensor, "H"] | None = None,
+    learned_sinks: Float[Tensor, "#B H #T"] | None = None,
+    sink_value: Float[Tensor, "K Cv"] | None = None,
 ) -> tuple[Float[Tensor, "B T H Cv"], Float[Tensor, "B H T"]]:
     """Softmax attention and its log-sum-exp, in float32 at least; no gradient.
 
     A fused kernel does it where the visibility is made of plain pieces (padding and documents are), block-wise plain
     arithmetic elsewhere; both in O(T) memory. A learned sink s joins the sum: LSE' = log(exp(LSE) + exp(s)), and the
-    output shrinks by exp(LSE - LSE'). A query that sees no key has output 0 and LSE -inf (with a sink: s).
+    output shrinks by exp(LSE - LSE') and gets exp(s - LSE') times the sink's value, if it has one. A query that sees no
+    key has output 0 (with such a value: that one) and LSE -inf (with a sink: s).
     """
     kernel = find_kernel(query.device.type, query.dtype) if key.dtype == value.dtype == query.dtype else None
     segments = visibility.segments() if kernel is not None and softcap is None else None
@@ -50,9 +52,13 @@ def attend(
     else:
         output, lse = _attend_in_blocks(query, key, value, scale, visibility, softcap)
     if learned_sinks is not None:
-        without = lse
-        lse = torch.logaddexp(without, learned_sinks.to(lse.dtype)[:, None])
-        output = (output * (without - lse).exp().transpose(1, 2)[..., None]).to(output.dtype)
+        without, sinks = lse, learned_sinks.to(lse.dtype)
+        lse = torch.logaddexp(without, sinks)
+        joined = output * (without - lse).exp().transpose(1, 2)[..., None]
+        if sink_value is not None:
+            values = sink_value.to(lse.dtype).repeat_interleave(query.shape[2] // key.shape[2], 0)
+            joined = joined + (sinks - lse).exp().transpose(1, 2)[..., None] * values
+        output = joined.to(output.dtype)
     return output, lse
 
 

@@ -195,10 +195,11 @@ class Visibility:
 class AttentionCall:
     """One layer's attention in one pass: A_ij = exp(scale q_i . k_j - lse_i) over the visible keys.
 
-    ``softcap`` c replaces a logit l by c tanh(l / c). ``learned_sinks`` are logits of keys that do not exist (gpt-oss):
-    ``lse`` includes them. ``scores`` are gate scores by position and ``activations`` the functions that gave them,
-    where known; ``added`` names the positions whose scores are added instead of multiplied. ``gated_output`` is what
-    the output projection reads. The weights are those of the value and the output projection.
+    ``softcap`` c replaces a logit l by c tanh(l / c). ``learned_sinks`` are each query's logits of a key that no token
+    has (gpt-oss): ``lse`` includes them, and no figure takes that key for a token. ``scores`` are gate scores by
+    position and ``activations`` the functions that gave them, where known; ``added`` names the positions whose scores
+    are added instead of multiplied. ``gated_output`` is what the output projection reads. The weights are those of the
+    value and the output projection.
     """
 
     layer: int
@@ -210,7 +211,7 @@ class AttentionCall:
     scale: float
     visibility: Visibility
     softcap: float | None = None
-    learned_sinks: Float[Tensor, "H"] | None = None
+    learned_sinks: Float[Tensor, "#B H #T"] | None = None
     scores: Mapping[str, Float[Tensor, "#B #T N C1"]] = field(default_factory=dict)
     activations: Mapping[str, str] = field(default_factory=dict)
     added: frozenset[str] = frozenset()

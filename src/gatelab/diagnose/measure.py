@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import replace
 from typing import Any, Protocol, runtime_checkable
 
 import torch
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
-from gatelab.diagnose.attention import attend
+from gatelab.diagnose.attention import attend, widened
 from gatelab.diagnose.calls import AttentionCall, Visibility
 from gatelab.diagnose.measurement import LayerMeasurement, Measurement
+from gatelab.diagnose.query_sets import require_query_sets
 from gatelab.diagnose.recorder import EMBEDDING, Recorder
 
 __all__ = ["Attach", "Forward", "LayerMeasurement", "Measurement", "attach_decoder", "measure"]
@@ -45,13 +47,15 @@ def measure(
     first_tokens: int = 4,
     skipped_queries: Sequence[int] = (1, 64),
     delimiters: Mapping[str, Sequence[int]] | None = None,
+    query_sets: Mapping[str, Bool[Tensor, "N T"]] | None = None,
 ) -> Measurement:
     """Run the model once over ``tokens``, ``batch_size`` rows at a time, and measure every layer on the way.
 
     The figures are defined in :mod:`~gatelab.diagnose.sinks`, :mod:`~gatelab.diagnose.patterns`,
     :mod:`~gatelab.diagnose.gate_scores`, :mod:`~gatelab.diagnose.activations` and :mod:`~gatelab.diagnose.rank`; those
     of a core set cost little beside the forward pass, and ``full`` gives them all. ``padding_mask`` is False for
-    padding, which enters no figure.
+    padding, which enters no figure. ``query_sets`` gives :mod:`~gatelab.diagnose.query_sets` for the queries that are
+    True, under the name of each set.
 
     A GateLab decoder is attached by itself, and may be given ``documents``, the document of each token. A foreign model
     needs ``attach``: ``attach(model, recorder)`` is a context manager that connects the recorder to it and gives the
@@ -62,6 +66,8 @@ def measure(
         raise ValueError(f"sequences of {num_tokens} token say nothing about attention; measure at least 2")
     if attach is not None and documents is not None:
         raise ValueError("documents are known to GateLab decoders alone; measure a foreign model without documents=")
+    query_sets = query_sets or {}
+    require_query_sets(query_sets, tokens.shape)
     real = None if padding_mask is None else padding_mask.bool()
     if real is not None and not real.any():
         raise ValueError("the padding mask leaves no token to measure")
@@ -74,9 +80,11 @@ def measure(
         for start in range(0, num_sequences, batch_size):
             rows = slice(start, start + batch_size)
             real_batch, document_batch = (None if one is None else one[rows] for one in (real, documents))
-            recorder.start(tokens[rows], real_batch, document_batch)
+            sets = {name: members[rows] for name, members in query_sets.items()}
+            recorder.start(tokens[rows], real_batch, document_batch, sets)
             forward(tokens[rows], real_batch, document_batch)
-    return _conclude(model, recorder, tokens, real, documents is not None, batch_size)
+    measured = _conclude(model, recorder, tokens, real, documents is not None, batch_size)
+    return replace(measured, query_sets=tuple(query_sets))
 
 
 def _conclude(
@@ -141,6 +149,16 @@ class Recordable(Protocol):
     v_proj: Any
 
 
+class LearnedSink(Protocol):
+    """The key that no token has, of an attention module of ours: its logits, and its value if it is not 0."""
+
+    value: Any
+
+    def logits_for(self, query: Float[Tensor, "B T H C"], scale: float) -> Float[Tensor, "#B H #T"]:
+        """Its logit for each query."""
+        ...
+
+
 @contextmanager
 def attach_decoder(model: nn.Module, recorder: Recorder) -> Iterator[Forward]:
     """Connect a recorder to every recordable attention module and to the layer that holds it, then let go.
@@ -178,6 +196,7 @@ class _Probe:
     def __init__(self, attention: Recordable, recorder: Recorder):
         self.attention, self.recorder = attention, recorder
         self.scale, self.visibility, self.lse = 1.0, Visibility(0, 0), torch.zeros(0)
+        self.learned_sinks: Tensor | None = None
 
     def attend(
         self,
@@ -186,6 +205,7 @@ class _Probe:
         value: Float[Tensor, "B S K C"],
         mask: Bool[Tensor, "#B 1 T S"] | None,
         causal: bool,
+        sink: LearnedSink | None = None,
     ) -> Float[Tensor, "B T H C"]:
         """The layer's attention; ``mask`` is only checked to be one that the recorder was told of, windows aside."""
         real, documents = self.recorder.real, self.recorder.documents
@@ -196,7 +216,16 @@ class _Probe:
             raise ValueError("this pass has other padding or documents than Recorder.start was told of")
         self.visibility = Visibility(num_queries, num_keys, causal, window, real, documents)
         self.scale = query.shape[-1] ** -0.5
-        output, self.lse = attend(query, key, value, scale=self.scale, visibility=self.visibility)
+        self.learned_sinks = None if sink is None else sink.logits_for(widened(query), self.scale)
+        output, self.lse = attend(
+            query,
+            key,
+            value,
+            scale=self.scale,
+            visibility=self.visibility,
+            learned_sinks=self.learned_sinks,
+            sink_value=None if sink is None else sink.value,
+        )
         return output
 
     def record(self, layer: int, tensors: Mapping[str, Tensor], scores: Mapping[str, Tensor]) -> None:
@@ -211,6 +240,7 @@ class _Probe:
             lse=self.lse,
             scale=self.scale,
             visibility=self.visibility,
+            learned_sinks=self.learned_sinks,
             scores=scores,
             activations={position: spec.activation for position, spec in specs.items()},
             added=frozenset(position for position, spec in specs.items() if spec.operation == "add"),

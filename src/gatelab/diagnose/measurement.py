@@ -55,7 +55,8 @@ class Measurement:
     """What passes over one model measured, layer by layer, with the context that the figures depend on.
 
     ``layers`` are those with softmax attention; ``skipped`` names the others with the reason, and ``other_layers`` has
-    their outputs. ``embedding`` is what the first layer reads.
+    their outputs. ``embedding`` is what the first layer reads. ``query_sets`` names the sets of queries that have
+    figures of their own.
     """
 
     layers: list[LayerMeasurement]
@@ -63,6 +64,7 @@ class Measurement:
     embedding: LayerMeasurement | None = None
     other_layers: list[LayerMeasurement] = field(default_factory=list)
     skipped: dict[int, str] = field(default_factory=dict)
+    query_sets: tuple[str, ...] = ()
 
     def mean(self, metric: str, query_range: str = "all") -> float | None:
         """A figure's mean over heads, then layers."""
@@ -100,7 +102,8 @@ class Measurement:
         """The figures that are logged during training, by name.
 
         ``first_token_attention`` is the paper's F-Attn and ``mean_activation_maximum`` its M-Act: the largest |h| of
-        each layer's output, averaged over layers.
+        each layer's output, averaged over layers. Of a query set NAME there are ``first_token_attention[NAME]``, its
+        floor, the attention to a learned sink and the mean gate score.
         """
         first_token = self.layer_means("first_token_attention")
         maxima = [hidden.value for hidden in self.layer_outputs]
@@ -113,7 +116,16 @@ class Measurement:
             "mean_activation_maximum": _mean(maxima) if maxima else None,
             "gate_mean": self.gate_mean,
             "measured_tokens": self.context["tokens"],
+            **{key: value for name in self.query_sets for key, value in self._of_query_set(name)},
         }
+
+    def _of_query_set(self, name: str) -> Iterator[tuple[str, float | None]]:
+        yield f"first_token_attention[{name}]", self.mean("first_token_attention", name)
+        yield f"first_token_attention_floor[{name}]", self._floor(name)
+        yield f"learned_sink_attention[{name}]", self.mean("learned_sink_attention", name)
+        figures = [figure for layer in self.layers for figure in layer.figures if figure.query_range == name]
+        means = [_mean(figure.values) for figure in figures if figure.metric.startswith("gate_mean[")]
+        yield f"gate_mean[{name}]", _mean(means) if means else None
 
     def to_mapping(self) -> dict[str, Any]:
         """Everything, as plain values for JSON."""

@@ -51,7 +51,7 @@ def attention_pattern(call: AttentionCall) -> Pattern:
         distance[sample, heads, rows] = _mean_distance(weights, sight.past + rows.start, keys, sight.causal)
     entropy = lse - expected_logit
     if call.learned_sinks is not None:
-        sinks = call.learned_sinks.to(lse.dtype)[:, None]
+        sinks = call.learned_sinks.to(lse.dtype)
         entropy = entropy - (sinks - lse).exp() * sinks
     return Pattern(columns, entropy, distance, largest.amax(0))
 

@@ -15,6 +15,7 @@ from gatelab.diagnose.gate_scores import GateStatistics, GateTotals
 from gatelab.diagnose.head_means import HeadFigure, HeadMean
 from gatelab.diagnose.measurement import LayerMeasurement
 from gatelab.diagnose.patterns import PatternTotals
+from gatelab.diagnose.query_sets import QuerySets, QuerySetTotals
 from gatelab.diagnose.rank import (
     CovarianceTotals,
     effective_rank,
@@ -50,6 +51,7 @@ class Recorder:
         self.tokens: Int[Tensor, "B T"] | None = None
         self.real: Bool[Tensor, "B T"] | None = None
         self.documents: Int[Tensor, "B T"] | None = None
+        self.query_sets: QuerySets = {}
         self._layers: dict[int, _LayerTotals] = {}
         self._hidden: dict[int, HiddenTotals] = {}
 
@@ -58,15 +60,19 @@ class Recorder:
         tokens: Int[Tensor, "B T"],
         real: Bool[Tensor, "B T"] | None = None,
         documents: Int[Tensor, "B T"] | None = None,
+        query_sets: QuerySets | None = None,
     ) -> None:
-        """Say what the next pass reads: its tokens, which of them are not padding, and the document of each."""
-        self.tokens, self.real, self.documents = tokens, real, documents
+        """Say what the next pass reads: its tokens, which of them are not padding, and the document of each.
+
+        ``query_sets`` says of named sets which queries are in them.
+        """
+        self.tokens, self.real, self.documents, self.query_sets = tokens, real, documents, query_sets or {}
 
     @torch.no_grad()
     def record(self, call: AttentionCall) -> None:
         """Measure one attention layer in one pass."""
         totals = self._layers.setdefault(call.layer, _LayerTotals(self))
-        totals.add(call, self.tokens)
+        totals.add(call, self.tokens, self.query_sets)
 
     @torch.no_grad()
     def record_hidden(
@@ -109,6 +115,7 @@ class _LayerTotals:
     def __init__(self, recorder: Recorder):
         self.full = recorder.full
         self.sinks = SinkTotals(recorder.first_tokens, recorder.skipped_queries)
+        self.query_sets = QuerySetTotals()
         self.gates: dict[str, GateTotals] = {}
         self.magnitude, self.gated_magnitude = HeadMean(), HeadMean()
         self.patterns = PatternTotals(recorder.delimiters)
@@ -117,10 +124,11 @@ class _LayerTotals:
         self.output_factors: Float[Tensor, "H Cr Cv"] | None = None
         self.weight_ranks: list[HeadFigure] = []
 
-    def add(self, call: AttentionCall, tokens: Int[Tensor, "B T"] | None) -> None:
+    def add(self, call: AttentionCall, tokens: Int[Tensor, "B T"] | None, query_sets: QuerySets) -> None:
         real = call.visibility.real_queries(call.query.device)
         gated = call.output if call.gated_output is None else call.gated_output
         on_first, sees_first = self.sinks.add(call)
+        self.query_sets.add(call, query_sets)
         self.magnitude.add(_magnitude(call.output), real)
         self.gated_magnitude.add(_magnitude(gated), real)
         self._add_gates(call, on_first, sees_first, real)
@@ -159,7 +167,7 @@ class _LayerTotals:
 
     def figures(self) -> list[HeadFigure]:
         """All figures by head; ``output_magnitude``, before and after the gate, is mean |o| over real queries."""
-        found = self.sinks.figures()
+        found = [*self.sinks.figures(), *self.query_sets.figures()]
         found += self.magnitude.figures("output_magnitude")
         found += self.gated_magnitude.figures("gated_output_magnitude")
         if self.full:

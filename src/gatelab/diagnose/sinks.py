@@ -3,7 +3,8 @@
 A_ij is the attention of query i to key j. Means run over counted queries: real ones that see what is asked about.
 Positions are within a query's own document, so "the first n queries left out" leaves out n of each document. The floor
 of a figure is the same mean under uniform attention, 1 / visible keys for each visible key: H_T / T for the first
-token of T under plain causal attention.
+token of T under plain causal attention. A learned sink is no token: the first token stays key 0, and the floors are
+those of the tokens alone.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class SinkTotals:
             num_seen = num_seen + sees
         self.first_k.add(on_first_k, num_seen > 0, num_seen * even)
         if call.learned_sinks is not None:
-            on_sink = (call.learned_sinks.to(call.lse.dtype)[:, None] - call.lse).exp()
+            on_sink = (call.learned_sinks.to(call.lse.dtype) - call.lse).exp()
             self.learned_sink.add(on_sink, counted, 1 / (1 / even + 1))
         return on_first, sees_first
 
@@ -89,8 +90,8 @@ class SinkTotals:
           that see one of them at least.
         - ``sink_rate``: share of the samples whose mean attention to the first real key exceeds 0.3 (Gu et al.
           2410.10781, there with T = 64); ``n`` counts samples.
-        - ``learned_sink_attention``: mean of exp(s - LSE_i) for the head's learned sink s; its floor takes the sink for
-          one key more.
+        - ``learned_sink_attention``: mean of exp(s_i - LSE_i) for the head's learned sink s; its floor takes the sink
+          for one key more.
         """
         found: list[HeadFigure] = []
         for skipped, mean in self.first_token.items():

@@ -12,6 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gatelab.interop.huggingface_config import GateLabConfig
 from gatelab.model.attention import GroupedQueryAttention
+from gatelab.model.sink import Sink
 
 
 class AttentionArguments(NamedTuple):
@@ -95,6 +96,8 @@ class GateLabAttention(GroupedQueryAttention):
         self.dispatch = AttentionDispatch(config)
         self.kernel = self._attend
 
-    def _attend(self, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool) -> Tensor:
-        assert causal
+    def _attend(
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Any, causal: bool, sink: Sink | None = None
+    ) -> Tensor:
+        assert causal and sink is None
         return self.dispatch(self, query, key, value, mask)[0]

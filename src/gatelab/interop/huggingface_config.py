@@ -19,7 +19,7 @@ class GateLabConfig(PreTrainedConfig):
 
     Make one with :meth:`from_settings`. Raises ``ValueError`` for a newer schema, another gate layout than L1, a
     standard name that contradicts the settings, and for what transformers can't express: attention that is not
-    causal, and windows of more than one size.
+    causal, a sink, and windows of more than one size.
     """
 
     model_type: ClassVar[str] = MODEL_TYPE
@@ -71,6 +71,8 @@ def standard_names(settings: ModelSettings) -> dict[str, Any]:
     """What other tools read of a configuration, under transformers' names."""
     if not settings.causal:
         raise ValueError("a model with causal=False generates no text; it has no Hugging Face form")
+    if settings.sink is not None:
+        raise ValueError(f"transformers' attention functions know no sink {settings.sink.kind}; no Hugging Face form")
     windows = [settings.on_layer(layer).window for layer in range(settings.num_layers)]
     sizes = {window for window in windows if window is not None}
     if len(sizes) > 1:

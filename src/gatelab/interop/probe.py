@@ -295,7 +295,7 @@ def _attention_options(module: nn.Module, query: Tensor, keywords: dict[str, Any
     return {
         "scale": query.shape[-1] ** -0.5 if scale is None else float(scale),
         "softcap": softcap or None,
-        "learned_sinks": None if sinks is None else sinks.reshape(query.shape[1]),
+        "learned_sinks": None if sinks is None else sinks.reshape(1, query.shape[1], 1),
     }
 
 

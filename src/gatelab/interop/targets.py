@@ -1,6 +1,6 @@
 """What a conversion writes: the config.json and the tensors of each target, made from ours.
 
-- ``gatelab``: our Hugging Face form (``gatelab.interop.register``), layout L1; any causal model.
+- ``gatelab``: our Hugging Face form (``gatelab.interop.register``), layout L1; any causal model without a sink.
 - ``qwen3``: ungated models as ``Qwen3ForCausalLM`` or ``Qwen3MoeForCausalLM``.
 - ``qwen3_next``: the paper's elementwise gate as ``Qwen3NextForCausalLM`` with full attention alone, layout L2.
 - ``official``: the paper's gate, elementwise or headwise, or none, for the paper's public code, layout L3.
@@ -62,6 +62,8 @@ def plan(settings: ModelSettings, to: To, dtype: str, tokens: Mapping[str, Any])
 
 def _obstacles(settings: ModelSettings, to: To) -> Iterator[str]:
     """What of a model the target does not have, one reason each."""
+    if settings.sink is not None:
+        yield f"its attention has the sink {settings.sink.kind}"
     if to == "gatelab":
         return
     if not settings.causal:

@@ -19,7 +19,7 @@ class ParameterCounts(NamedTuple):
     """Numbers of parameters; a tied head counts once, and a router's selection bias, which is a buffer, not at all.
 
     ``active``: those that one token meets, which is all but the experts it is not sent to; embedding and head count
-    whole. ``gates`` includes gate-free controls.
+    whole. ``gates`` includes gate-free controls; a sink's parameters are in ``total`` and ``active`` alone.
     """
 
     total: int
@@ -63,15 +63,17 @@ def flops_per_token_forward(settings: ModelSettings, context: int) -> float:
 
     Two for each weight of a matrix that the token meets (the embedding is a look-up; the head is a matrix), and for
     attention 4 H C for each visible key: half of the square under a causal mask, (context + 1) / 2 keys on average,
-    and those within a layer's window. Norms, activations, biases and the gates' products are left out.
+    and those within a layer's window; a learned key is one more. Norms, activations, biases and the gates' products are
+    left out.
     """
     decoder = _on_meta(settings)
     matrices = sum(module.weight.numel() for module in decoder.modules() if isinstance(module, Linear))
     matrices += _active_in_experts(decoder)
     if settings.tied_head:
         matrices += settings.vocab_size * settings.width
+    learned_keys = settings.sink is not None and settings.sink.kind == "learned_key_value"
     head_keys = sum(
-        settings.shape_on_layer(layer).num_heads * _visible_keys(settings, layer, context)
+        settings.shape_on_layer(layer).num_heads * (_visible_keys(settings, layer, context) + learned_keys)
         for layer in range(settings.num_layers)
     )
     return 2.0 * matrices + 4 * settings.head_size * head_keys

@@ -14,6 +14,7 @@ from gatelab.gates.linear import Linear
 from gatelab.model.norm import RMSNorm
 from gatelab.model.rope import Rotation, rotate
 from gatelab.model.settings import ModelSettings
+from gatelab.model.sink import Sink
 
 
 @runtime_checkable
@@ -38,9 +39,12 @@ class AttentionKernel(Protocol):
     """What computes softmax attention from rotated queries, keys and values."""
 
     def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool
+        self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, sink: Sink | None = None
     ) -> Float[Tensor, "B T H C"]:
-        """Attention of (B T H C) queries over (B S K C) keys; without a mask it is the causal triangle, or full."""
+        """Attention of (B T H C) queries over (B S K C) keys; without a mask it is the causal triangle, or full.
+
+        With a sink every query sees one key more, which is no token.
+        """
         ...
 
 
@@ -50,21 +54,34 @@ def fused_attention(
     value: Float[Tensor, "B S K C"],
     mask: Bool[Tensor, "#B 1 T S"] | None,
     causal: bool,
+    sink: Sink | None = None,
 ) -> Float[Tensor, "B T H C"]:
     """PyTorch's own fused kernels."""
+    if sink is None:
+        return _scaled_dot_product(query, key, value, mask, causal)
+    num_queries, head_size = query.shape[1], query.shape[-1]
+    extended = sink.extend(query, key, value, mask, causal)
+    return _scaled_dot_product(*extended, causal, head_size**-0.5)[:, -num_queries:, :, :head_size]
+
+
+def _scaled_dot_product(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None = None
+) -> Tensor:
+    """PyTorch's function on tensors with heads after tokens."""
     output = F.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
         value.transpose(1, 2),
         attn_mask=mask,
         is_causal=causal and mask is None,
+        scale=scale,
         enable_gqa=query.shape[2] != key.shape[2],
     )
     return output.transpose(1, 2)
 
 
 class GroupedQueryAttention(nn.Module):
-    """Softmax attention with H query heads over K key/value heads, RoPE, optional biases and q/k norm, and gates.
+    """Softmax attention with H query heads over K key/value heads, RoPE, optional biases, q/k norm and sink, and gates.
 
     Parameter names are those of Hugging Face's Qwen3; the gates are ``gates.<position>``. ``kernel`` and
     ``recorder`` may be set from outside, to observe a forward pass. The layer's ``window`` is known to who makes masks.
@@ -90,6 +107,7 @@ class GroupedQueryAttention(nn.Module):
         self.o_proj = linear("o", shape.num_heads * head_size, settings.width)
         self.q_norm, self.k_norm = head_norm(), head_norm()
         self.gates = nn.ModuleDict({spec.position: Gate(spec, shape) for spec in settings.gates_on_layer(layer)})
+        self.sink = None if settings.sink is None else Sink(settings.sink, shape)
         self.control = build_control(settings.control, shape, settings.norm_epsilon)
         self.kernel: AttentionKernel = fused_attention
         self.recorder: AttentionRecorder | None = None
@@ -115,7 +133,7 @@ class GroupedQueryAttention(nn.Module):
         key = self._rotate("key", key, self.k_norm, rotation, sources, scores)
         if cache is not None:
             key, value = cache.extend(key, value)
-        output = self.kernel(query, key, value, mask, self.causal)
+        output = self.kernel(query, key, value, mask, self.causal, self.sink)
         sources["attention_output"] = output.flatten(2)
         gated = self._gate("sdpa_output", self.control(output), sources, scores)
         dense = self.o_proj(gated.flatten(2))

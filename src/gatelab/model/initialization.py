@@ -13,6 +13,7 @@ from gatelab.gates.linear import Linear
 from gatelab.model.decoder import Decoder
 from gatelab.model.norm import RMSNorm
 from gatelab.model.settings import ModelSettings
+from gatelab.model.sink import Sink
 
 # Where a feed-forward weight has its width F, by the end of its name; of the fused gate_up_proj after unfolding (2 F).
 _WIDTH_DIMENSION = {
@@ -34,7 +35,8 @@ def generator_for(seed: int, name: str) -> torch.Generator:
 def initialize(decoder: Decoder, seed: int) -> None:
     """Fill every parameter: matrices from normal(0, init_std), norms that multiply by 1, gates as they specify.
 
-    Biases start at 0.
+    Biases start at 0, and so do a sink's logits and its value, so that every sink starts by adding nothing, like
+    off_by_one or (with a key from normal(0, init_std)) close to it.
     Values are float32, drawn on the CPU, and depend on neither device nor dtype; feed-forward matrices are drawn
     at ``drawn_feedforward_width`` and cut to size. Two decoders with different gates share every common weight, bit
     for bit.
@@ -54,6 +56,10 @@ def initialize(decoder: Decoder, seed: int) -> None:
     for module in decoder.modules():
         if isinstance(module, Gate):
             _start_gate(module)
+        if isinstance(module, Sink):
+            for parameter in (module.logits, module.value):
+                if parameter is not None:
+                    parameter.zero_()
 
 
 def _draw(name: str, shape: torch.Size, settings: ModelSettings, generator: torch.Generator) -> Tensor:

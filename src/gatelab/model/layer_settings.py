@@ -1,4 +1,4 @@
-"""The parts of a decoder's shape: rotation, mixture of experts, and what single layers have otherwise, as data."""
+"""The parts of a decoder's shape: rotation, sink, mixture of experts, what single layers have otherwise, as data."""
 
 from __future__ import annotations
 
@@ -18,6 +18,14 @@ class RopeSettings(Settings):
     def rotated_channels(self, head_size: int) -> int:
         """R, the number of rotated channels of a head."""
         return int(head_size * self.fraction)
+
+
+class SinkSettings(Settings):
+    """A key that no token has on every layer, the rival of a gate; see :class:`gatelab.model.sink.Sink`."""
+
+    kind: Literal["learned_logit", "off_by_one", "learned_key_value"] = Field(
+        description="a learned logit for each query head, the logit 0, or a learned key and value for each key head"
+    )
 
 
 class MixtureSettings(Settings):

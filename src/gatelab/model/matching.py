@@ -23,8 +23,8 @@ def matched(settings: ModelSettings, match: Match) -> ModelSettings:
 
     F' = F - gate parameters / (3 D L), rounded up to ``settings.matching_multiple`` (128 gives the paper's 5,504 and
     6,144). With a mixture of experts it is the experts' width, divided further by the E experts for "parameters" or by
-    the k that a token sees for "active", and L counts the layers that have them. Raises ``ValueError`` when nothing
-    would be left of the feed-forward.
+    the k that a token sees for "active", and L counts the layers that have them. Sinks and sandwich norms, about a
+    channel's worth, are not paid for. Raises ``ValueError`` when nothing would be left of the feed-forward.
     """
     if match == "none":
         return settings

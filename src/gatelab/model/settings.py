@@ -8,10 +8,10 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from gatelab.gates.spec import AttentionShape, GateSpec, OutputControl
-from gatelab.model.layer_settings import LayerSettings, MixtureSettings, RopeSettings
+from gatelab.model.layer_settings import LayerSettings, MixtureSettings, RopeSettings, SinkSettings
 from gatelab.settings import Settings
 
-__all__ = ["LayerSettings", "MixtureSettings", "ModelSettings", "RopeSettings"]
+__all__ = ["LayerSettings", "MixtureSettings", "ModelSettings", "RopeSettings", "SinkSettings"]
 
 
 class ModelSettings(Settings):
@@ -40,6 +40,7 @@ class ModelSettings(Settings):
     rope: RopeSettings = RopeSettings()
     layers: tuple[LayerSettings, ...] = Field(default=(), description="one for each layer, or none: all layers alike")
     mixture: MixtureSettings | None = None
+    sink: SinkSettings | None = None
     gates: tuple[GateSpec, ...] = ()
     control: OutputControl | None = None
     init_std: float = Field(default=0.02, gt=0, description="standard deviation of every initial weight matrix")
