@@ -15,7 +15,8 @@ import torch
 from filelock import FileLock
 from tiny_runs import MIXTURE, Recording, assert_same_run, tiny_run, tiny_text_run, without_times, write_corpus
 
-from gatelab.diagnose.measure import measure
+from gatelab.data.synthetic import BigramBackcopy
+from gatelab.diagnose.measure import Measurement, measure
 from gatelab.model.accounting import count_parameters
 from gatelab.train import parallel, run_folder
 from gatelab.train.checkpoint import checkpoints, load_decoder
@@ -24,7 +25,7 @@ from gatelab.train.evaluation import score
 from gatelab.train.loop import build, train
 from gatelab.train.metrics import count_spikes, read_metrics
 from gatelab.train.run_folder import RunFolder
-from gatelab.train.source import open_source
+from gatelab.train.source import Source, open_source
 from gatelab.train.step import StepFigures, take_step
 
 
@@ -91,14 +92,20 @@ class TestFolder:
         (domain,) = source.heldout.values()
         rows = {kind: read_metrics(folder / "metrics.jsonl", kind)[-1] for kind in ("evaluation", "measurement")}
         with parallel.cpu_threads(1):
-            summary = measure(decoder, source.measured_windows(2).inputs).summary()
+            summary = self._measured(source, decoder, 2).summary()
             partial, whole = score(decoder, domain, 3).figures(), score(decoder, domain).figures()
-            final = measure(decoder, source.measured_windows(5).inputs)
+            final = self._measured(source, decoder, 5)
+        assert 0 < summary["first_token_attention[other]"] < 1 and 0 < summary["gate_mean[trigger]"] < 1
         assert without_times(rows["measurement"]) == {"kind": "measurement", "step": 12, **summary}
         assert without_times(rows["evaluation"]) == {"kind": "evaluation", "step": 12, "domain": "synthetic", **partial}
         assert result["heldout"] == {"synthetic": whole} and result["measurement"] == final.summary()
         assert json.loads((folder / "measurement.json").read_text()) == json.loads(json.dumps(final.to_mapping()))
         assert partial["tokens"] == 4 * 19 and whole["tokens"] == 8 * 4 * 19 and summary["measured_tokens"] == 2 * 19
+
+    def _measured(self, source: Source, decoder: Decoder, num_windows: int) -> Measurement:
+        inputs = source.measured_windows(num_windows).inputs
+        assert isinstance(source.train, BigramBackcopy)
+        return measure(decoder, inputs, query_sets=source.train.query_sets(inputs))
 
     def test_steps_and_costs(self, finished: tuple[Path, dict[str, Any]]) -> None:
         folder, result = finished

@@ -13,6 +13,7 @@ from gatelab.gates.spec import GateSpec
 from gatelab.gates.variants import VARIANTS
 from gatelab.model.decoder import Decoder
 from gatelab.model.initialization import initialize
+from gatelab.model.settings import SinkSettings
 from gatelab.train.optimizer import build_optimizer, parameter_groups, set_learning_rate
 from gatelab.train.settings import OptimizerSettings
 
@@ -20,6 +21,8 @@ SETTINGS = OptimizerSettings(learning_rate=0.02, gate_learning_rate=0.007, weigh
 MODELS = {name: tiny_model(name) for name in VARIANTS} | {
     "mixture": tiny_model("sdpa_and_value", mixture=MIXTURE),
     "sandwich, own head": tiny_model("sdpa_low_rank", sandwich_norm=True, tied_head=False),
+    "sink": tiny_model(sink=SinkSettings(kind="learned_key_value")),
+    "sink of logits": tiny_model(sink=SinkSettings(kind="learned_logit")),
     "gate with bias": tiny_model(gates=(GateSpec(bias=1.0), GateSpec(position="key", rank=3, bias=0.5, layers=(1,)))),
 }
 

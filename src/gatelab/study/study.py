@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Self
+from collections.abc import Sequence
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -10,26 +11,55 @@ from gatelab.recipes.table import resolve
 from gatelab.settings import Settings, nearest
 from gatelab.train.settings import RunSettings
 
+NAME = r"^\w[\w.-]*$"
+CONFIRMATORY_SEEDS = 5
+SMALLEST_GRID = 3
+RATE, SEED = "train.optimizer.learning_rate", "train.seed"
+Seed = Annotated[int, Field(ge=0)]
+Rate = Annotated[float, Field(gt=0)]
+
 
 class Arm(Settings):
     """One way to train: ``key=value`` words on top of the study's recipe."""
 
-    name: str = Field(pattern=r"^[\w.-]+$", description="also the name of its folder")
+    name: str = Field(pattern=NAME, description="also the name of its folder")
     assignments: tuple[str, ...] = ()
+    paper: str | None = Field(default=None, description="the row of the paper's tables that it redoes, as 'T1 r5'")
 
 
 class Study(Settings):
-    """A question, and the arms whose differences answer it. Everything that no arm assigns is equal between them."""
+    """A question, and the arms whose differences answer it. Everything that no arm assigns is equal between them.
 
-    name: str = Field(pattern=r"^[\w.-]+$")
+    With ``learning_rates`` each arm is tuned first: every rate is run with the tuning seeds, and the one with the least
+    loss on validation text is the arm's own. Then every arm is run with the comparison seeds, at its own rate and at
+    the baseline's, and scored on test text. Without, every arm is run once for each seed at the rate of its settings.
+    """
+
+    name: str = Field(pattern=NAME)
     question: str
     recipe: str
     assignments: tuple[str, ...] = Field(default=(), description="words on top of the recipe, for every arm")
     arms: tuple[Arm, ...] = Field(min_length=2)
     baseline: str = Field(description="the arm that the others are compared with")
+    seeds: tuple[Seed, ...] = Field(default=(0,), min_length=1, description="of the runs that are compared")
+    metric: Literal["heldout_loss", "first_token_attention"] = Field(
+        default="heldout_loss",
+        description="what verdicts are about: nats per token, or the first-token attention of the worst layer",
+    )
+    smallest_difference: float | None = Field(
+        default=None, gt=0, description="the smallest difference that matters, in the metric's unit"
+    )
+    confirmatory: tuple[str, ...] = Field(
+        default=(), description="arms whose difference from the baseline gets a verdict; all others are exploratory"
+    )
+    learning_rates: tuple[Rate, ...] = Field(
+        default=(), description="rates to tune each arm over, ascending; those of the settings when empty"
+    )
+    tuning_seeds: tuple[Seed, ...] = Field(default=(1000, 1001), min_length=1, description="of the runs that tune")
+    scale: str | None = Field(default=None, description="the name of the size it is run at")
 
     @model_validator(mode="after")
-    def _check(self) -> Self:
+    def _check_arms(self) -> Self:
         names = [arm.name for arm in self.arms]
         if len(set(names)) < len(names):
             raise ValueError(f"two arms of study {self.name} have the same name: {', '.join(names)}")
@@ -42,8 +72,74 @@ class Study(Settings):
             twin = seen.setdefault(self.settings_of(arm).to_yaml(), arm.name)
             if twin != arm.name:
                 raise ValueError(f"arms {twin} and {arm.name} of study {self.name} have equal settings; drop one")
+        for words in (self.assignments, *(arm.assignments for arm in self.arms)):
+            self._check_words(words)
         return self
 
-    def settings_of(self, arm: Arm) -> RunSettings:
-        """The resolved settings of one arm."""
-        return resolve(self.recipe, (*self.assignments, *arm.assignments))
+    @model_validator(mode="after")
+    def _check_statistics(self) -> Self:
+        others = [arm.name for arm in self.arms if arm.name != self.baseline]
+        for name in self.confirmatory:
+            if name not in others:
+                raise ValueError(f"confirmatory names {name!r}, which is no arm to compare; {nearest(name, others)}")
+        _require_distinct("confirmatory", self.confirmatory)
+        _require_distinct("seeds", self.seeds)
+        _require_distinct("tuning_seeds", self.tuning_seeds)
+        if self.confirmatory and len(self.seeds) < CONFIRMATORY_SEEDS:
+            raise ValueError(
+                f"study {self.name} has {len(self.seeds)} seeds, and a confirmatory comparison needs at least "
+                f"{CONFIRMATORY_SEEDS}; add seeds or leave confirmatory empty"
+            )
+        if self.confirmatory and self.smallest_difference is None:
+            raise ValueError(
+                f"study {self.name} has confirmatory comparisons and no smallest_difference to judge them by; state one"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_tuning(self) -> Self:
+        rates = self.learning_rates
+        if not rates:
+            return self
+        if list(rates) != sorted(set(rates)) or len(rates) < SMALLEST_GRID:
+            raise ValueError(
+                f"learning_rates={list(rates)} is no grid that can hold an optimum inside: give at least "
+                f"{SMALLEST_GRID} rates, each above the one before"
+            )
+        shared = sorted(set(self.seeds) & set(self.tuning_seeds))
+        if shared:
+            raise ValueError(
+                f"seed {shared[0]} is both in seeds and in tuning_seeds; compare on seeds that tuned nothing"
+            )
+        return self
+
+    def _check_words(self, words: Sequence[str]) -> None:
+        """Refuse words for what the study decides itself."""
+        decided = {SEED: "seeds"} | ({RATE: "learning_rates"} if self.learning_rates else {})
+        for word in words:
+            path = word.partition("=")[0].strip()
+            if path in decided:
+                raise ValueError(f"{word!r} assigns what {decided[path]} of study {self.name} decides; drop the word")
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a reader should know before the first run, a sentence each."""
+        if len(self.seeds) > 1:
+            return []
+        return ["One seed: differences come without an interval over seeds, and no verdict can be given."]
+
+    def arm(self, name: str) -> Arm:
+        """The arm of this name."""
+        return next(arm for arm in self.arms if arm.name == name)
+
+    def settings_of(self, arm: Arm, seed: int | None = None, learning_rate: float | None = None) -> RunSettings:
+        """The resolved settings of one arm, with the recipe's own seed and rate where none is given."""
+        settings = resolve(self.recipe, (*self.assignments, *arm.assignments))
+        words = [f"{SEED}={seed}"] if seed is not None else []
+        words += [f"{RATE}={learning_rate!r}"] if learning_rate is not None else []
+        return settings.with_overrides(words)
+
+
+def _require_distinct(field: str, values: Sequence[object]) -> None:
+    if len(set(values)) < len(values):
+        raise ValueError(f"{field}={list(values)} names one of them twice; once is possible")

@@ -186,7 +186,8 @@ def _evaluate(run: RunFolder, log: MetricsLog, done: int, decoder: Decoder, sour
 def _measure(run: RunFolder, log: MetricsLog, done: int, decoder: Decoder, source: Source, num_windows: int) -> None:
     began = time.perf_counter()
     windows = source.measured_windows(num_windows)
-    summary = measure(decoder, windows.inputs, documents=windows.documents).summary()
+    sets = source.query_sets(windows.inputs)
+    summary = measure(decoder, windows.inputs, documents=windows.documents, query_sets=sets).summary()
     require_finite(run, done, f"the measurement after step {done}", summary)
     log.write("measurement", done, **summary, seconds=time.perf_counter() - began)
 

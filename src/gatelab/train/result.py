@@ -32,7 +32,8 @@ def conclude(
         require_finite(run, settings.train.steps, f"held-out {name}", figures)
     _save_documents(run, scores, source)
     windows = source.measured_windows(settings.train.evaluation.final_measured_windows)
-    measurement = measure(decoder, windows.inputs, documents=windows.documents)
+    sets = source.query_sets(windows.inputs)
+    measurement = measure(decoder, windows.inputs, documents=windows.documents, query_sets=sets)
     require_finite(run, settings.train.steps, "the last measurement", measurement.summary())
     write_atomically(run.measurement, json.dumps(measurement.to_mapping(), indent=1, allow_nan=False) + "\n")
     result = {

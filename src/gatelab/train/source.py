@@ -9,6 +9,8 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from jaxtyping import Bool, Int
+from torch import Tensor
 
 from gatelab.data.loader import Batch, TrainLoader, heldout_batches
 from gatelab.data.prepare import PreparedData, prepare
@@ -60,6 +62,10 @@ class Source:
             targets=torch.cat([batch.targets for batch in batches])[:num_windows],
             documents=torch.cat(documents)[:num_windows] if documents else None,
         )
+
+    def query_sets(self, inputs: Int[Tensor, "B T"]) -> dict[str, Bool[Tensor, "B T"]]:
+        """The queries that are measured by themselves: those of a synthetic task, none of text."""
+        return self.train.query_sets(inputs) if isinstance(self.train, BigramBackcopy) else {}
 
 
 def open_source(settings: RunSettings, cache: Path, on_progress: Callable[[str, int], None] | None = None) -> Source:

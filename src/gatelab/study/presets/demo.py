@@ -1,4 +1,4 @@
-"""Studies by name."""
+"""The smallest study, which the command ``gatelab demo`` runs."""
 
 from __future__ import annotations
 

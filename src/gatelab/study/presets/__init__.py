@@ -1,0 +1,7 @@
+"""Studies by name: the paper's tables, its rivals and the mechanism, each at any scale."""
+
+from gatelab.study.presets.demo import DEMO
+from gatelab.study.presets.paper_numbers import PAPER_NUMBERS, PaperRow, paper_difference
+from gatelab.study.presets.table import LEFT_OUT, PRESETS, find_preset
+
+__all__ = ["DEMO", "LEFT_OUT", "PAPER_NUMBERS", "PRESETS", "PaperRow", "find_preset", "paper_difference"]

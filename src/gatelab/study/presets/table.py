@@ -1,0 +1,58 @@
+"""Presets by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gatelab.settings import nearest
+from gatelab.study.presets.gates import activation, granularity, nonlinearity, positions, sparsity
+from gatelab.study.presets.models import (
+    dense,
+    dense_deep,
+    dense_deep_large_batch,
+    dense_large_batch,
+    moe,
+    overhead,
+    stability,
+)
+from gatelab.study.presets.sinks import mechanism, rivals, sinks
+from gatelab.study.scales import Scale
+from gatelab.study.study import Study
+
+Preset = Callable[[Scale], Study]
+
+_OF_THE_PAPER: tuple[Preset, ...] = (
+    positions,
+    granularity,
+    activation,
+    nonlinearity,
+    sparsity,
+    dense,
+    dense_large_batch,
+    dense_deep,
+    dense_deep_large_batch,
+    stability,
+    moe,
+    overhead,
+    sinks,
+)
+
+PRESETS: dict[str, Preset] = {
+    **{f"paper/{preset.__name__}": preset for preset in _OF_THE_PAPER},
+    "mechanism": mechanism,
+    "rivals": rivals,
+}
+
+LEFT_OUT: dict[str, str] = {
+    "paper/switch_heads": "table 6 needs Switch-Head, an attention whose projections are mixtures of experts with a "
+    "router for each head, and GateLab has none; its last row, one expert, is value_headwise in paper/granularity"
+}
+
+
+def find_preset(name: str) -> Preset:
+    """The preset with this name; a ``ValueError`` with the reason for one left out, or with the nearest name."""
+    if name in LEFT_OUT:
+        raise ValueError(f"preset {name} is left out: {LEFT_OUT[name]}")
+    if name not in PRESETS:
+        raise ValueError(f"preset {name!r} is unknown; {nearest(name, PRESETS)}")
+    return PRESETS[name]
