@@ -61,7 +61,12 @@ class JobResult(NamedTuple):
         """The figure that a study's ``metric`` names; ``None`` when the run diverged."""
         if metric == "heldout_loss":
             return self.heldout_loss
-        return None if self.measurement is None else self.measurement["first_token_attention_worst_layer"]
+        if self.measurement is None:
+            return None
+        key = "first_token_attention_worst_layer" if metric == "first_token_attention" else metric
+        if key not in self.measurement:
+            raise ValueError(f"the runs measured no {metric}; the queries of text are in no sets")
+        return self.measurement[key]
 
 
 def tuning_jobs(study: Study) -> list[Job]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Annotated, Literal, Self
+from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
@@ -42,9 +42,11 @@ class Study(Settings):
     arms: tuple[Arm, ...] = Field(min_length=2)
     baseline: str = Field(description="the arm that the others are compared with")
     seeds: tuple[Seed, ...] = Field(default=(0,), min_length=1, description="of the runs that are compared")
-    metric: Literal["heldout_loss", "first_token_attention"] = Field(
+    metric: str = Field(
         default="heldout_loss",
-        description="what verdicts are about: nats per token, or the first-token attention of the worst layer",
+        pattern=r"^(heldout_loss|first_token_attention(\[[\w-]+\])?)$",
+        description="what verdicts are about: nats per token, the first-token attention of the worst layer, or that "
+        "of a set of queries that the task names, as first_token_attention[other]",
     )
     smallest_difference: float | None = Field(
         default=None, gt=0, description="the smallest difference that matters, in the metric's unit"
@@ -131,6 +133,11 @@ class Study(Settings):
     def arm(self, name: str) -> Arm:
         """The arm of this name."""
         return next(arm for arm in self.arms if arm.name == name)
+
+    def changed(self, words: Sequence[str] = (), num_seeds: int | None = None) -> Study:
+        """The same study with further words for every arm, or another number of seeds."""
+        seeds = self.seeds if num_seeds is None else tuple(range(num_seeds))
+        return Study.parse({**self.to_mapping(), "assignments": (*self.assignments, *words), "seeds": seeds})
 
     def settings_of(self, arm: Arm, seed: int | None = None, learning_rate: float | None = None) -> RunSettings:
         """The resolved settings of one arm, with the recipe's own seed and rate where none is given."""

@@ -41,9 +41,10 @@ def run_of(scale: Scale, shape: ShapeName) -> RunSettings:
     return resolve(scale.shapes[shape].recipe, words_of(scale, shape))
 
 
-def uniform_floor(context: int) -> float:
-    """First-token attention of uniform attention, mean of 1 / (t + 1): the smallest difference that is one of sinks."""
-    return sum(1 / (position + 1) for position in range(context)) / context
+def uniform_floor(context: int, first: int = 0) -> float:
+    """First-token attention of uniform attention, the mean of 1 / (t + 1) over queries t from ``first`` on: the
+    smallest difference that is one of sinks."""
+    return sum(1 / (position + 1) for position in range(first, context)) / (context - first)
 
 
 def ungated(paper: str | None = None) -> Arm:

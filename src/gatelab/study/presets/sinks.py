@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gatelab.model.rivals import RIVALS
-from gatelab.study.presets.arms import CONFIRMATORY_SEEDS, compose, gated, rival, run_of, ungated
+from gatelab.study.presets.arms import CONFIRMATORY_SEEDS, compose, gated, rival, run_of, ungated, uniform_floor
 from gatelab.study.scales import Scale
 from gatelab.study.study import RATE, Arm, Study
 
@@ -76,7 +76,8 @@ def mechanism(scale: Scale) -> Study:
         "Where a head needs an off-switch, does a gate take over from the attention sink, and which gates do?",
         [ungated("T4 r1"), *gates, *_RIVALS],
         seeds=CONFIRMATORY_SEEDS,
-        metric="first_token_attention",
+        metric="first_token_attention[other]",
+        smallest_difference=uniform_floor(run_of(scale, "dense").data.context, first=4),
         confirmatory=("sdpa_elementwise", "sdpa_headwise"),
     )
 
