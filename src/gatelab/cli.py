@@ -27,7 +27,9 @@ app = typer.Typer(
 Recipe = Annotated[str, typer.Argument(help="name of a recipe, see `gatelab recipes`")]
 Assignments = Annotated[
     list[str] | None,
-    typer.Argument(help="key=value words: gate=NAME, match=parameters, train.steps=500", metavar="[KEY=VALUE]..."),
+    typer.Argument(
+        help="key=value words: gate=NAME or rival=NAME, match=parameters, train.steps=500", metavar="[KEY=VALUE]..."
+    ),
 ]
 MODEL = "run folder, Hugging Face folder, hub name or GGUF file"
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON for programs")]
