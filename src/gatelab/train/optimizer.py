@@ -14,7 +14,8 @@ from gatelab.train.settings import OptimizerSettings
 def parameter_groups(decoder: Decoder, settings: OptimizerSettings) -> list[dict[str, object]]:
     """Up to four groups, in a fixed order: ordinary and gate parameters, each with and without weight decay.
 
-    Norms, biases, input-independent gates and logits of sinks are not decayed. ``peak`` is a group's learning rate before the schedule.
+    Norms, biases, input-independent gates and logits of sinks are not decayed. ``peak`` is a group's learning rate
+    before the schedule.
     """
     gate_rate = settings.gate_learning_rate or settings.learning_rate
     gate_decay = settings.weight_decay if settings.gate_weight_decay is None else settings.gate_weight_decay

@@ -12,7 +12,7 @@ from gatelab.settings import Settings
 
 
 class OptimizerSettings(Settings):
-    """AdamW (Loshchilov and Hutter 1711.05101); norms, biases, input-independent gates and sink logits are not decayed."""
+    """AdamW (Loshchilov and Hutter 1711.05101) without decay of norms, biases, input-independent gates, sink logits."""
 
     learning_rate: float = Field(default=3e-3, gt=0, description="peak of the schedule")
     gate_learning_rate: float | None = Field(default=None, gt=0, description="peak for gates; as the rest when None")
