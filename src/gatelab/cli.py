@@ -147,7 +147,7 @@ def evaluate(
     """Run standard benchmarks on a model through lm-eval; run again to continue."""
     from gatelab.evaluate.evaluation import Evaluation
     from gatelab.evaluate.harness import evaluate_tasks
-    from gatelab.evaluate.task_results import result_table
+    from gatelab.evaluate.task_results import missing_sentences, result_table
     from gatelab.files import default_folder
     from gatelab.report.tables import to_terminal
 
@@ -174,6 +174,8 @@ def evaluate(
         model, evaluation, folder, cache.expanduser(), lambda one: console.print(f"{one.task} done", markup=False)
     )
     console.print(to_terminal(result_table(results)))
+    for sentence in missing_sentences(results):
+        console.print(sentence, markup=False, soft_wrap=True)
     console.print(f"Results: {folder.resolve()}", soft_wrap=True, markup=False)
 
 

@@ -125,7 +125,10 @@ def result_rows(results: Iterable[TaskResult]) -> list[dict[str, Any]]:
 
 
 def result_table(results: Sequence[TaskResult]) -> Table:
-    """The figures for readers: groups and single tasks, without the members of groups, which ``results.csv`` has."""
+    """The figures for readers: groups and single tasks, without the members of groups, which ``results.csv`` has.
+
+    Why a task is missing stands in :func:`missing_sentences`.
+    """
     members = {member for result in results for member in result.subtasks if result.figures}
     columns = [
         Column("task", "task"),
@@ -138,6 +141,9 @@ def result_table(results: Sequence[TaskResult]) -> Table:
     ]
     if any(result.truncated for result in results):
         columns.append(Column("truncated", "cut off", ",d"))
-    if any(result.missing for result in results):
-        columns.append(Column("note", "note"))
     return Table(columns, result_rows(result for result in results if result.task not in members))
+
+
+def missing_sentences(results: Sequence[TaskResult]) -> list[str]:
+    """What could not be had, and why, a line each."""
+    return [f"{result.task} is missing: {result.missing}" for result in results if result.missing]
