@@ -14,7 +14,7 @@ from gatelab.model.accounting import count_parameters
 from gatelab.model.decoder import Decoder
 from gatelab.recipes.table import resolve
 from gatelab.settings import difference
-from gatelab.study.presets import LEFT_OUT, PAPER_NUMBERS, PRESETS, find_preset, paper_difference
+from gatelab.study.presets import LEFT_OUT, PAPER_NUMBERS, PRESETS, find_preset, paper_difference, plan
 from gatelab.study.presets.arms import run_of, uniform_floor
 from gatelab.study.scales import SCALES, find_scale
 from gatelab.study.study import Arm, Study
@@ -221,3 +221,18 @@ def test_the_map_names_every_preset_and_every_row() -> None:
     assert all(name in text for name in (*LEFT_OUT, *SCALES))
     for table, rows in re.findall(r"^\| table (\d)[^|]*\| ([\d, ]+) \| `gatelab study [\w/]+` \|", text, re.MULTILINE):
         assert all(f"T{table} r{row.strip()}" in PAPER_NUMBERS for row in rows.split(","))
+
+
+def test_a_study_is_planned_by_name_or_from_a_file(tmp_path: Path) -> None:
+    assert plan("rivals") == find_preset("rivals")(SCALES["micro"])
+    assert plan("mechanism").scale == "mechanism"
+    changed = plan("rivals", "mini").changed(["train.steps=3000"], num_seeds=2)
+    assert changed.seeds == (0, 1) and changed.assignments[-1] == "train.steps=3000"
+    (tmp_path / "study.yaml").write_text(changed.to_yaml())
+    assert plan(str(tmp_path / "study.yaml")) == changed
+    with pytest.raises(ValueError, match="has its own scale; leave out --scale mini"):
+        plan(str(tmp_path / "study.yaml"), "mini")
+    with pytest.raises(ValueError, match=r"other.yaml does not exist; give the study.yaml in a study's folder, or a"):
+        plan("other.yaml")
+    with pytest.raises(ValueError, match="confirmatory"):
+        plan("mechanism").changed(num_seeds=3)

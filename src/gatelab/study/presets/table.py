@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 from gatelab.settings import nearest
 from gatelab.study.presets.gates import activation, granularity, nonlinearity, positions, sparsity
@@ -16,7 +17,7 @@ from gatelab.study.presets.models import (
     stability,
 )
 from gatelab.study.presets.sinks import mechanism, rivals, sinks
-from gatelab.study.scales import Scale
+from gatelab.study.scales import Scale, find_scale
 from gatelab.study.study import Study
 
 Preset = Callable[[Scale], Study]
@@ -56,3 +57,19 @@ def find_preset(name: str) -> Preset:
     if name not in PRESETS:
         raise ValueError(f"preset {name!r} is unknown; {nearest(name, PRESETS)}")
     return PRESETS[name]
+
+
+def plan(name: str, scale: str | None = None) -> Study:
+    """The study of a ``study.yaml``, or a preset at a scale, ``micro`` when ``None``.
+
+    Raises ``ValueError`` for a file that is none, and as :func:`find_preset` and
+    :func:`gatelab.study.scales.find_scale` do.
+    """
+    if name.endswith(".yaml"):
+        if scale is not None:
+            raise ValueError(f"{name} has its own scale; leave out --scale {scale}")
+        if not Path(name).is_file():
+            raise ValueError(f"{name} does not exist; give the study.yaml in a study's folder, or a preset's name")
+        return Study.from_yaml(Path(name).read_text(encoding="utf-8"))
+    default = "mechanism" if name == "mechanism" else "micro"
+    return find_preset(name)(find_scale(scale or default))
