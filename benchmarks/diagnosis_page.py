@@ -133,7 +133,12 @@ def cost_page(costs: Costs, command: str) -> Page:
         context=f"8 layers of 8 heads of 64, width 512, batch 1; {machine}",
     )
     errors = Table(
-        [Column("dtype", "dtype"), Column("length", "tokens", ",d"), Column("largest_error", "largest error", ".1e")],
+        [
+            Column("case", "logits"),
+            Column("dtype", "dtype"),
+            Column("length", "tokens", ",d"),
+            Column("largest_error", "largest error", ".1e"),
+        ],
         costs["errors"],
         "First-token attention against eager softmax in float64 of the same rounded tensors, 9 query and 3 key heads.",
     )
