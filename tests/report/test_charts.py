@@ -86,6 +86,15 @@ def test_a_logarithmic_axis_needs_positive_values(value: float) -> None:
         line_chart(rows, STEP, LOSS, ARM, "Loss", log_y=True)
 
 
+def test_both_axes_can_be_logarithmic(tmp_path: Path) -> None:
+    rows = [{"arm": "a", "rate": 10.0**-n, "loss": 2.0 + n} for n in range(4)]
+    rate = Column("rate", "rate", "g")
+    written = texts(svg_of(line_chart(rows, rate, LOSS, ARM, "Loss", log_x=True, log_y=True), tmp_path))
+    assert {"0.001", "0.01", "0.1", "1"} <= set(written[: written.index("rate")])
+    with pytest.raises(ValueError, match="logarithmic axis, but the values of 'rate' are not all positive"):
+        line_chart([{"arm": "a", "rate": 0.0, "loss": 1.0}], rate, LOSS, ARM, "Loss", log_x=True)
+
+
 def test_a_number_that_is_not_finite_is_named_in_the_data() -> None:
     rows = [
         {"arm": "a", "step": step, "loss": loss} for step, loss in enumerate([1.5, math.nan, math.inf, -math.inf, None])

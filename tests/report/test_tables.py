@@ -7,7 +7,7 @@ import pytest
 from markdown_it import MarkdownIt
 from rich.console import Console
 
-from gatelab.report.tables import MISSING, Column, Table, to_markdown, to_terminal, transposed
+from gatelab.report.tables import MISSING, Column, Linked, Table, to_markdown, to_terminal, transposed
 
 
 def printed(table: Table) -> str:
@@ -111,3 +111,16 @@ def test_transposed_has_a_row_for_each_column_and_the_same_cells():
     assert [column.heading for column in turned.columns] == ["figure", "a", "b"]
     assert turned.cells() == [["loss (nats)", "1.00", "2.50"], ["gate", MISSING, "12.5%"]]
     assert turned.caption == "caption"
+
+
+def test_a_linked_value_is_a_link_where_there_can_be_one() -> None:
+    column = Column("loss", "loss", ".2f")
+    table = Table([column], [{"loss": Linked(1.234, "arm b/re|sult.json")}, {"loss": Linked(None, "x")}])
+    assert table.cells() == [["1.23"], [MISSING]]
+    assert "| [1.23](./arm%20b/re%7Csult.json) |" in to_markdown(table) and "1.23" in printed(table)
+
+
+@pytest.mark.parametrize("path", ["javascript:alert(1)", "http://host/x", 'a"onclick=b', "//host/x"])
+def test_a_link_is_a_relative_path_whatever_its_name(path: str) -> None:
+    href = Linked(1, path).href
+    assert href.startswith("./") and not set(href) & set('":<> ')

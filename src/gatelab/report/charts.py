@@ -50,26 +50,29 @@ def line_chart(
     series: Column,
     title: str,
     *,
+    log_x: bool = False,
     log_y: bool = False,
     band: tuple[str, str] | None = None,
     reference: Reference | None = None,
 ) -> Chart:
     """One line for each series, in the order of ``x``.
 
-    ``band`` names the two columns of an interval around ``y``, shaded. With ``log_y`` a value that is not positive
-    is a ``ValueError``.
+    ``band`` names the two columns of an interval around ``y``, shaded. On an axis with ``log_x`` or ``log_y`` a value
+    that is not positive is a ``ValueError``.
     """
     edges = _interval_columns(y, band) if band else []
     columns = [series, x, y, *edges]
     data = tidy(rows, columns, title)
     values = numbers_of(data, [y, *edges])
-    if log_y and min(values, default=0) <= 0:
-        raise ValueError(f"{title!r} has a logarithmic axis, but the values of {y.key!r} are not all positive")
+    places = numbers_of(data, [x])
+    for column, numbers, is_log in ((x, places, log_x), (y, values, log_y)):
+        if is_log and min(numbers, default=0) <= 0:
+            raise ValueError(f"{title!r} has a logarithmic axis, but the values of {column.key!r} are not all positive")
     names = values_of(data, series)
-    x_axis = _quantity(alt.X, x, data, scale=style.scale_of(numbers_of(data, [x]), nice=False))
+    x_scale = style.scale_of(places, log=log_x, nice=False)
+    x_axis = _quantity(alt.X, x, data, scale=x_scale, **_log_ticks(places, log_x))
     y_scale = style.scale_of(values + _reference_values(reference), log=log_y, padding=16)
-    y_ticks = {"axis": alt.Axis(values=style.log_ticks(values))} if log_y and len(set(values)) > 1 else {}
-    y_axis = _quantity(alt.Y, y, data, scale=y_scale, **y_ticks)
+    y_axis = _quantity(alt.Y, y, data, scale=y_scale, **_log_ticks(values, log_y))
     color = style.color_of(series, names)
 
     layers = []
@@ -259,6 +262,11 @@ def _quantity(channel: type, column: Column, data: Rows, **options: Any) -> Any:
     """An encoding of numbers on ``alt.X`` or ``alt.Y``."""
     options = {"title": column.heading, "axis": style.axis_of(column, numbers_of(data, [column]))} | options
     return channel(field=column.key, type="quantitative", **options)
+
+
+def _log_ticks(values: Sequence[float], is_log: bool) -> dict[str, alt.Axis]:
+    """The axis of an encoding on a logarithmic scale; empty on a linear one and around a single value."""
+    return {"axis": alt.Axis(values=style.log_ticks(values))} if is_log and len(set(values)) > 1 else {}
 
 
 def _name_axis(column: Column, data: Rows) -> alt.Y:

@@ -25,7 +25,7 @@ import vl_convert
 from gatelab.files import write_atomically
 from gatelab.report.charts import VEGA_LITE_VERSION, Chart, data_table
 from gatelab.report.style import Colors, chart_config
-from gatelab.report.tables import Column, Table
+from gatelab.report.tables import Column, Linked, Table
 
 _PAGE_COLORS = Colors(
     text="var(--text)",
@@ -111,8 +111,14 @@ def _figure_view(figure: Figure, spec: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _table_view(table: Table) -> dict[str, Any]:
-    rows = [[_page_text(column, row.get(column.key)) for column in table.columns] for row in table.rows]
+    rows = [[_cell_view(column, row.get(column.key)) for column in table.columns] for row in table.rows]
     return {"table": table, "rows": rows}
+
+
+def _cell_view(column: Column, value: object) -> dict[str, str]:
+    if isinstance(value, Linked):
+        return _cell_view(column, value.value) | {"href": value.href}
+    return {"text": _page_text(column, value)}
 
 
 def _page_text(column: Column, value: object) -> str:

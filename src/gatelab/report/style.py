@@ -157,7 +157,7 @@ def scale_of(values: Sequence[float], *, log: bool = False, **options: Any) -> a
     if len(set(values)) == 1:
         width = abs(values[0]) / 10 or 1.0
         return alt.Scale(domain=[values[0] - width, values[0] + width], **options)
-    return alt.Scale(type="log", nice=False, **options) if log else alt.Scale(zero=False, **options)
+    return alt.Scale(**{"type": "log", "nice": False, **options}) if log else alt.Scale(zero=False, **options)
 
 
 def log_ticks(values: Sequence[float]) -> list[float]:

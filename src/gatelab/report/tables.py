@@ -1,7 +1,8 @@
 """One table definition, printed in a terminal, on a report page and in Markdown.
 
 Cells are plain values. ``None`` is a value that does not exist and prints as an en dash; a number that is not finite
-prints as ``NaN``, ``inf`` or ``-inf``; a pair of numbers prints as an interval.
+prints as ``NaN``, ``inf`` or ``-inf``; a pair of numbers prints as an interval. :class:`Linked` names the file that
+holds a value.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
+from urllib.parse import quote
 
 import rich.table
 from rich.text import Text
@@ -20,6 +22,18 @@ MISSING = "–"
 # C0 and C1 controls start escape sequences in a terminal; the bidirectional ones reorder the text around them.
 _UNSAFE_IN_TERMINAL = re.compile("[\x00-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069]")
 _MARKDOWN_SIGNS = re.compile(r"[\\|`*\[\]<>~]|(?<!\w)_|_(?!\w)")
+
+
+class Linked(NamedTuple):
+    """A value, and the file that holds it as a path relative to the page or Markdown file that shows it."""
+
+    value: object
+    path: str
+
+    @property
+    def href(self) -> str:
+        """The path as a link: quoted, so that no name of a folder can make it anything but a relative path."""
+        return f"./{quote(self.path)}"
 
 
 @dataclass(frozen=True)
@@ -57,6 +71,8 @@ class Column:
     def text(self, value: object) -> str:
         """One cell as text."""
         match value:
+            case Linked():
+                return self.text(value.value)
             case None:
                 return MISSING
             case bool():
@@ -116,14 +132,19 @@ def transposed(table: Table, heading: str) -> Table:
 def to_markdown(table: Table) -> str:
     """The table as GitHub Markdown, with every sign of Markdown or HTML in a text escaped."""
     lines = [
-        [_markdown_text(column.heading) for column in table.columns],
+        [markdown_text(column.heading) for column in table.columns],
         ["---:" if column.align == "right" else ":---" for column in table.columns],
     ]
     for row in table.rows:
-        cells = [(row.get(column.key), column) for column in table.columns]
-        lines.append([_markdown_text(v) if isinstance(v, str) else column.text(v) for v, column in cells])
+        lines.append([_markdown_cell(column, row.get(column.key)) for column in table.columns])
     body = "".join(f"| {' | '.join(line)} |\n" for line in lines)
-    return f"{_markdown_text(table.caption)}\n\n{body}" if table.caption else body
+    return f"{markdown_text(table.caption)}\n\n{body}" if table.caption else body
+
+
+def _markdown_cell(column: Column, value: object) -> str:
+    if isinstance(value, Linked):
+        return f"[{_markdown_cell(column, value.value)}]({value.href})"
+    return markdown_text(value) if isinstance(value, str) else column.text(value)
 
 
 def _terminal_text(text: str) -> Text:
@@ -135,5 +156,6 @@ def safe_for_terminal(text: str) -> str:
     return _UNSAFE_IN_TERMINAL.sub("\ufffd", text)
 
 
-def _markdown_text(text: str) -> str:
+def markdown_text(text: str) -> str:
+    """The text on one line, with every sign of Markdown or HTML in it escaped."""
     return _MARKDOWN_SIGNS.sub(r"\\\g<0>", " ".join(text.split()))
