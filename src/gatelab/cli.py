@@ -243,9 +243,7 @@ def add_gate(
 
 @app.command()
 def study(
-    name: Annotated[
-        str, typer.Argument(help="a preset as paper/positions, a study.yaml; or status, report, compare")
-    ],
+    name: Annotated[str, typer.Argument(help="a preset as paper/positions, a study.yaml; or status, report, compare")],
     words: Annotated[
         list[str] | None,
         typer.Argument(help="KEY=VALUE for every arm; after status, report, compare: the folder", metavar="[WORD]..."),
