@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from tiny_models import SENTENCES, save_tokenizer
 
 from gatelab.evaluate.conversion import convert_model
@@ -67,3 +67,27 @@ def test_a_gate_whose_rows_could_be_elsewhere_is_refused(tmp_path: Path) -> None
     config.write_text(json.dumps(json.loads(config.read_text()) | {"architectures": ["AnotherForCausalLM"]}))
     with pytest.raises(ValueError, match=r"not where its rows are; name the layout with --layout\. L2: .*L3: .*L6: "):
         open_model(str(tmp_path / "copy"))
+
+
+@pytest.mark.parametrize("key", ["attn_output_gate", "use_gate", "gating"])
+def test_a_gate_that_transformers_does_not_read_is_not_dropped(key: str, tmp_path: Path) -> None:
+    """The paper's elementwise model with its gate in a projection of its own, under other projects' keys."""
+    from gatelab.interop.loading import open_checkpoint
+
+    expected = load_file(OFFICIAL / "elementwise" / "expected.safetensors")
+    tensors = dict(open_checkpoint(OFFICIAL / "elementwise").tensors)
+    renamed = {name.replace("gates.sdpa_output.projection", "gate_proj"): tensor for name, tensor in tensors.items()}
+    folder = tmp_path / "model"
+    folder.mkdir()
+    config = json.loads((OFFICIAL / "elementwise" / "config.json").read_text())
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+    save_tokenizer(folder)
+    del config["elementwise_attn_output_gate"], config["headwise_attn_output_gate"]
+    declared = {key: "per-element" if key == "gating" else True, "gate_layout": "L1"}
+    (folder / "config.json").write_text(json.dumps(config | declared))
+    with torch.no_grad():
+        logits = open_model(str(folder)).model(expected["input_ids"])
+    assert (logits - expected["logits"]).abs().max() < 1e-5
+    (folder / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"weights of attention that .* leaves out, .*gate_proj.weight first"):
+        open_model(str(folder))

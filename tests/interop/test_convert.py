@@ -144,7 +144,7 @@ def test_megatrons_rows_and_names(tmp_path: Path) -> None:
 
 
 def test_headwise_gates_become_elementwise_only_on_request(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"its gate is headwise, qwen3_next has an elementwise one \(expand it expl"):
+    with pytest.raises(ValueError, match=r"its gate is headwise, qwen3_next has an elementwise one \(--expand makes"):
         convert(GOLDEN / "headwise", tmp_path / "result", "qwen3_next")
     convert(GOLDEN / "headwise", tmp_path / "result", "qwen3_next", expand=True)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "result").eval()

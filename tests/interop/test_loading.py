@@ -72,7 +72,7 @@ def test_a_checkpoint_of_training(decoder: Decoder, tmp_path: Path) -> None:
     ("changes", "message"),
     [
         ({"gatelab_schema_version": 2}, "gatelab_schema_version=2, this GateLab reads 1"),
-        ({"gate_layout": "L2"}, "declared twice: config.json says L2, the files says L1; correct the wrong one"),
+        ({"gate_layout": "L2"}, "declared twice: config.json says L2, the files says L1, the code of gatelab says L1"),
         ({"gatelab": None}, "no mapping 'gatelab' with the model's settings"),
         ({"gatelab": SETTINGS.to_mapping() | {"widht": 3}}, "'widht' is unknown; did you mean 'width'"),
         ({"gatelab": SETTINGS.to_mapping() | {"gates": []}}, "does not tell of: model.layers.0.self_attn.gates.sdpa"),

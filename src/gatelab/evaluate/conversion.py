@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from gatelab.data.tokenizer import Tokenizer
 from gatelab.evaluate.language_model import hugging_face_form
@@ -36,5 +37,15 @@ def convert_model(
     with TemporaryDirectory() as folder:
         if run.tokenizer.is_file():
             tokenizer = Tokenizer.load(run.tokenizer, run.settings.data.tokenizer.bos_token)
-            hugging_face_form(tokenizer).save_pretrained(folder)
+            form = hugging_face_form(tokenizer)
+            form.save_pretrained(folder)
+            _generation(form).save_pretrained(folder)
         return convert(saved[-1], destination, to, layout, max_shard_bytes, expand, beside=Path(folder))
+
+
+def _generation(tokenizer: Any) -> Any:
+    """What ``generate`` stops at and pads with, which it reads from no tokenizer."""
+    from transformers import GenerationConfig
+
+    names = ("bos_token_id", "eos_token_id", "pad_token_id")
+    return GenerationConfig(**{name: getattr(tokenizer, name) for name in names})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -15,6 +16,8 @@ from gatelab.evaluate.memory import require_memory
 from gatelab.evaluate.model_tokenizer import ModelTokenizer, from_hugging_face
 
 WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "mlp", "moe"}
+# Inside the attention of a text decoder's layer; parts that see images or predict further tokens may be left out.
+IN_ATTENTION = re.compile(r"^(?!.*(visual|vision|mtp|rotary)).*layers\.\d+\.(self_attn|attention|attn)\.")
 IMPLEMENTATION = ("attn_implementation", "experts_implementation")
 
 
@@ -67,6 +70,11 @@ def load(
         )
     if missing := sorted(report["missing_keys"]):
         raise ValueError(f"{name} lacks {len(missing)} of the model's weights, {missing[0]} first; it is incomplete")
+    if ignored := sorted(filter(IN_ATTENTION.search, report["unexpected_keys"])):
+        raise ValueError(
+            f"{name} has {len(ignored)} weights of attention that transformers' {type(model).__name__} leaves out, "
+            f"{ignored[0]} first, so another model would be measured; declare its gate in config.json"
+        )
     model.config.use_cache = False
     return Loaded(model.eval(), tokenizer, config.get_text_config())
 

@@ -44,6 +44,10 @@ class ConfigKeys:
         value = self._data.get(key)
         return default if value is None else value
 
+    def says(self, key: str) -> bool:
+        """Whether the key is there, even as null."""
+        return key in self._data
+
     def require(self, key: str) -> Any:
         """The value of a key that has no default."""
         value = self.get(key)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -18,7 +19,7 @@ from gatelab.interop.loading import CONFIG, open_checkpoint, read_config
 from gatelab.interop.streaming import streamed_logits
 from gatelab.interop.targets import TOKEN_IDS, To, plan
 from gatelab.interop.tensor_files import write_tensors
-from gatelab.interop.tensor_names import EMBEDDING, GATE, LazyTensors, Made, itself
+from gatelab.interop.tensor_names import EMBEDDING, GATE, LazyTensors, Made, itself, layer_of, output_gate
 from gatelab.model.settings import ModelSettings
 
 MAX_SHARD_BYTES = 5_000_000_000
@@ -86,6 +87,10 @@ def convert(
             if ((beside or source) / name).is_file():
                 shutil.copyfile((beside or source) / name, folder / name)
         error, largest = _difference(checkpoint, open_checkpoint(folder))
+        if not math.isfinite(largest):
+            raise ValueError(
+                f"{source} computes logits that are not finite; its weights hold NaN, inf or too large numbers"
+            )
         if not error <= TOLERANCES[dtype] * largest:
             raise ValueError(
                 f"{source} converted to {to} computes something else: logits up to {largest:.3g} differ by "
@@ -99,16 +104,23 @@ def expanded(checkpoint: Checkpoint) -> Checkpoint:
     settings = checkpoint.settings
     if not any(gate.position == "sdpa_output" and gate.granularity == "headwise" for gate in settings.gates):
         raise ValueError("the model has no headwise gate on the attention output to expand")
+    if any(gate.position == "sdpa_output" and (gate.rank or gate.source == "parameter") for gate in settings.gates):
+        raise ValueError("only a headwise gate with a single projection can be expanded; convert without --expand")
     gates = [
         {**gate.to_mapping(), "granularity": "elementwise"} if gate.position == "sdpa_output" else gate.to_mapping()
         for gate in settings.gates
     ]
     made = {
-        name: Made((name,), _Expansion(settings.head_size) if f".{GATE}." in name else itself)
+        name: Made((name,), _Expansion(settings.head_size) if _is_headwise_gate(name, settings) else itself)
         for name in checkpoint.tensors
     }
     settings = ModelSettings.parse({**settings.to_mapping(), "gates": gates})
     return Checkpoint(settings, checkpoint.layout, LazyTensors(checkpoint.tensors, made))
+
+
+def _is_headwise_gate(name: str, settings: ModelSettings) -> bool:
+    gate = output_gate(settings, layer_of(name)) if f".{GATE}." in name else None
+    return gate is not None and gate.granularity == "headwise"
 
 
 class _Expansion(NamedTuple):
@@ -140,7 +152,7 @@ class _LastKept(Mapping[str, Tensor]):
 
 def _token_ids(source: Path) -> dict[str, object]:
     config = read_config(source) if (source / CONFIG).is_file() else {}
-    config = {**config.get("text_config", {}), **config}
+    config = {**(config.get("text_config") or {}), **config}
     return {key: config[key] for key in TOKEN_IDS if config.get(key) is not None}
 
 

@@ -17,8 +17,6 @@ from gatelab.interop.tensor_files import TensorFiles
 from gatelab.interop.tensor_names import GATE, LazyTensors, Renames, our_tensors, ways_of_families
 from gatelab.model.settings import ModelSettings
 
-IN_Q_PROJ: tuple[Layout, ...] = ("L2", "L3", "L6")
-
 
 class Checkpoint(NamedTuple):
     """A checkpoint of any family: our settings, the layout it was stored in, and our tensors, not yet read."""
@@ -57,7 +55,13 @@ def read_checkpoint(config: Mapping[str, Any], files: TensorFiles, layout: Layou
             f"config.json has model_type={config.get('model_type')!r}; GateLab loads the families {', '.join(FAMILIES)}"
         )
     keys = ConfigKeys(config)
-    fields = family.fields(keys)
+    try:
+        fields = family.fields(keys)
+    except (TypeError, AttributeError, LookupError, ArithmeticError) as error:
+        raise ValueError(
+            f"the config.json of this {keys.family} model has a value of the wrong kind ({error}); compare it with one "
+            "that transformers wrote"
+        ) from None
     if family.gate is None:
         gate, layout = declared_gate(config, keys, files, layout)
     else:
@@ -65,7 +69,7 @@ def read_checkpoint(config: Mapping[str, Any], files: TensorFiles, layout: Layou
         layout = choose_layout(
             {"the layout argument": layout, "the files": files.metadata.get("gate_layout")},
             rule=family.layout,
-            possible=("L1",) if family.layout == "L1" else IN_Q_PROJ,
+            possible=[family.layout],
             key=keys.family,
         )
     keys.finish()

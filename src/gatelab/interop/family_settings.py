@@ -76,7 +76,9 @@ def _biased(keys: ConfigKeys) -> tuple[str, ...]:
 
 def _sliding(keys: ConfigKeys, num_layers: int) -> list[str]:
     """Layer types of Qwen2 and Qwen3, whose windows are off unless ``use_sliding_window``."""
-    first, is_used = keys.get("max_window_layers", 0), keys.get("use_sliding_window", False)
+    first, is_used = keys.get("max_window_layers", 28), keys.get("use_sliding_window", False)
+    if is_used and not keys.says("sliding_window"):
+        raise ValueError("config.json has use_sliding_window=true without sliding_window; write its size, or null")
     is_used = is_used and keys.get("sliding_window") is not None
     default = ["sliding_attention" if is_used and layer >= first else "full_attention" for layer in range(num_layers)]
     kinds = layer_types(keys, num_layers, default)

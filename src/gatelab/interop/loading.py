@@ -14,7 +14,7 @@ from gatelab.files import sha256
 from gatelab.interop import megatron
 from gatelab.interop.families import FAMILIES, Checkpoint, read_checkpoint
 from gatelab.interop.layouts import Layout
-from gatelab.interop.official import OFFICIAL_KEYS, choose_layout
+from gatelab.interop.official import GATE_KEYS, choose_layout
 from gatelab.interop.tensor_files import SINGLE, TensorFiles, open_tensors
 from gatelab.interop.tensor_names import Made, itself, our_tensors
 from gatelab.model.decoder import Decoder
@@ -22,6 +22,8 @@ from gatelab.model.settings import ModelSettings
 
 CONFIG, MANIFEST = "config.json", "manifest.json"
 MODEL_TYPE, SCHEMA_VERSION, CHECKPOINT_VERSION = "gatelab", 1, 1
+# Keys of the paper's code and of gates, which no stock class of an ungated family reads.
+UNREAD_BY_TRANSFORMERS = (*GATE_KEYS, "gating", "qkv_bias")
 POSSIBLE = (
     "a folder with config.json and safetensors (GateLab's own, or one of the families "
     f"{', '.join(FAMILIES)}), or a GateLab checkpoint (a folder step_00000200)"
@@ -65,12 +67,16 @@ def open_checkpoint(path: Path, layout: Layout | None = None) -> Checkpoint:
 
 
 def is_ours_to_load(path: Path) -> bool:
-    """Whether a folder holds what transformers does not load: a GateLab model, or one with the paper's gate keys."""
+    """Whether a folder holds what transformers would load wrongly or not at all: a form of ours, or one of a family
+    whose code there has no gate, with a key that declares one or something else that it does not read."""
     try:
         config = read_config(path)
     except (OSError, ValueError):
         return False
-    return config.get("model_type") == MODEL_TYPE or any(config.get(key) for key in OFFICIAL_KEYS)
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return config.get("model_type") in (MODEL_TYPE, megatron.MODEL_TYPE)
+    return family.gate is None and (any(map(config.get, UNREAD_BY_TRANSFORMERS)) or config.get("use_qk_norm") is False)
 
 
 def read_config(path: Path) -> dict[str, Any]:

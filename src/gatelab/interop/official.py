@@ -95,6 +95,8 @@ def choose_layout(
     possible layouts when nothing declares one, and when declarations contradict each other or the tensors.
     """
     told = {place: layout for place, layout in declared.items() if layout is not None}
+    if told and rule is not None:
+        told[f"the code of {key}"] = rule
     if len(set(told.values())) > 1:
         both = ", ".join(f"{place} says {layout}" for place, layout in told.items())
         raise ValueError(f"the gate layout is declared twice: {both}; correct the wrong one")

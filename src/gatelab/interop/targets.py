@@ -98,7 +98,7 @@ def _gate_obstacles(settings: ModelSettings, to: To) -> Iterator[str]:
             if value != getattr(wanted, axis):
                 yield f"its gate has {axis}={value}, {to} only {getattr(wanted, axis)}"
         if to == "qwen3_next" and gate.granularity == "headwise":
-            yield "its gate is headwise, qwen3_next has an elementwise one (expand it explicitly)"
+            yield "its gate is headwise, qwen3_next has an elementwise one (--expand makes it so)"
 
 
 def _bias_obstacles(settings: ModelSettings, to: To) -> Iterator[str]:

@@ -19,9 +19,6 @@ DTYPES = {
     "F32": torch.float32,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "BOOL": torch.bool,
 }
 
 
@@ -75,6 +72,10 @@ def open_tensors(folder: Path) -> TensorFiles:
     Raises ``ValueError`` when there are none, when a shard or one of its tensors is missing, when a file is damaged,
     and when two files say different things in their metadata.
     """
+    if (folder / INDEX).is_file() and (folder / SINGLE).is_file():
+        raise ValueError(
+            f"{folder} has both {SINGLE} and {INDEX}, which may hold different weights; remove the stale one"
+        )
     if (folder / INDEX).is_file():
         files, expected = _indexed(folder)
     elif (folder / SINGLE).is_file():

@@ -1,0 +1,52 @@
+"""The command ``gatelab study``: planned, run, looked at, run again."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from tiny_studies import synthetic_study
+
+
+def command(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "gatelab", "study", *words], capture_output=True, text=True, cwd=folder
+    )
+
+
+def test_a_study_from_a_file_is_run_and_looked_at(tmp_path: Path) -> None:
+    (tmp_path / "study.yaml").write_text(synthetic_study().to_yaml())
+    words = ("study.yaml", "--seeds", "2", "--executor", "serial", "--out", "out", "--cache", "cache")
+    done = command(tmp_path, *words)
+    assert done.returncode == 0, done.stderr
+    assert "comparison" in done.stdout and "4 done" in done.stdout
+    assert f"Report: {tmp_path / 'out' / 'report.html'}" in done.stdout
+    assert (tmp_path / "out" / "gated" / "seed_1" / "result.json").exists()
+    finished = (tmp_path / "out" / "gated" / "seed_1" / "result.json").stat().st_mtime_ns
+    again = command(tmp_path, *words)
+    assert again.returncode == 0, again.stderr
+    assert (tmp_path / "out" / "gated" / "seed_1" / "result.json").stat().st_mtime_ns == finished
+    looked = command(tmp_path, "status", "out")
+    assert looked.returncode == 0 and looked.stdout.startswith("tiny: 4 done, 0 diverged, 0 running, 0 waiting of 4")
+    compared = command(tmp_path, "compare", "out")
+    assert compared.returncode == 0 and "ungated" in compared.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("paper/position",), "did you mean 'paper/positions'?"),
+        (("paper/switch_heads",), "is left out: table 6 needs Switch-Head"),
+        (("rivals", "--scale", "mikro"), "scale 'mikro' is unknown; did you mean 'micro'?"),
+        (("rivals", "--scale", "small", "--budget-hours", "0.01"), "more than the budget of 0.01; choose a smaller"),
+        (("mechanism", "--seeds", "2"), "confirmatory"),
+        (("status", "nowhere"), "nowhere"),
+    ],
+)
+def test_a_mistake_is_one_sentence_before_any_run(words: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    done = command(tmp_path, *words)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert message in done.stderr
+    assert list(tmp_path.iterdir()) == []
