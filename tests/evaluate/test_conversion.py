@@ -27,6 +27,9 @@ def test_a_run_becomes_a_folder_that_opens_as_the_same_model(run: Path, tmp_path
     opened, expected = open_model(str(tmp_path / "converted")), load_decoder(checkpoints(run / "checkpoints")[-1])
     assert isinstance(opened.model, Decoder) and (opened.family, opened.attach) == ("gatelab", None)
     assert opened.max_context == 131 and opened.description["gate_layout"] == "L1"
+    card = (tmp_path / "converted" / "README.md").read_text()
+    assert "# run\n" in card and "2 steps of 57 tokens (114)" in card and "sdpa_output, elementwise, sigmoid" in card
+    assert "| held-out perplexity, " in card and "| first token attention |" in card, card
     state = opened.model.state_dict()
     assert all(torch.equal(state[name], tensor) for name, tensor in expected.state_dict().items())
 

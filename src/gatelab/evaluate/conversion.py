@@ -10,8 +10,9 @@ from gatelab.data.tokenizer import Tokenizer
 from gatelab.evaluate.language_model import hugging_face_form
 from gatelab.interop.convert import MAX_SHARD_BYTES, Conversion, convert
 from gatelab.interop.layouts import Layout
+from gatelab.interop.model_card import ModelCard, write_model_card
 from gatelab.interop.targets import To
-from gatelab.train.checkpoint import checkpoints
+from gatelab.train.checkpoint import checkpoints, step_of
 from gatelab.train.run_folder import RunFolder
 
 
@@ -25,8 +26,8 @@ def convert_model(
 ) -> Conversion:
     """:func:`gatelab.interop.convert` for a folder that it takes, or for a run folder.
 
-    A run gives its newest checkpoint, and its tokenizer in the form that transformers opens, with one BOS in front of
-    each text as in training. Raises ``ValueError`` for a run without a checkpoint too.
+    A run gives its newest checkpoint, its tokenizer in the form that transformers opens, with one BOS in front of each
+    text as in training, and for ``gatelab`` a model card. Raises ``ValueError`` for a run without a checkpoint too.
     """
     if not (source / "settings.yaml").is_file():
         return convert(source, destination, to, layout, max_shard_bytes, expand)
@@ -40,7 +41,10 @@ def convert_model(
             form = hugging_face_form(tokenizer)
             form.save_pretrained(folder)
             _generation(form).save_pretrained(folder)
-        return convert(saved[-1], destination, to, layout, max_shard_bytes, expand, beside=Path(folder))
+        done = convert(saved[-1], destination, to, layout, max_shard_bytes, expand, beside=Path(folder))
+    if to == "gatelab":
+        write_model_card(destination, done.settings, _card(run, step_of(saved[-1])))
+    return done
 
 
 def _generation(tokenizer: Any) -> Any:
@@ -49,3 +53,19 @@ def _generation(tokenizer: Any) -> Any:
 
     names = ("bos_token_id", "eos_token_id", "pad_token_id")
     return GenerationConfig(**{name: getattr(tokenizer, name) for name in names})
+
+
+def _card(run: RunFolder, step: int) -> ModelCard:
+    """What a run knows of itself; a run that is not finished has no results."""
+    settings, result = run.settings, run.result
+    tokens = step * settings.tokens_per_step
+    data = "; ".join(run.data["attributions"])
+    results: dict[str, float | str] = {}
+    if result is not None:
+        results = {f"held-out perplexity, {name}": figures["perplexity"] for name, figures in result["heldout"].items()}
+        measured = {name: value for name, value in result["measurement"].items() if value is not None}
+        results |= {name.replace("_", " "): value for name, value in measured.items()}
+    recipe = (
+        f"gatelab train, {step:,} steps of {settings.tokens_per_step:,} tokens ({tokens:,}), as in its settings.yaml"
+    )
+    return ModelCard(name=run.path.resolve().name, recipe=recipe, data=data, results=results)

@@ -16,6 +16,7 @@ from gatelab.diagnose.measure import Attach
 from gatelab.evaluate import hugging_face
 from gatelab.evaluate.memory import require_memory
 from gatelab.evaluate.model_tokenizer import ModelTokenizer, from_gatelab
+from gatelab.interop import register
 from gatelab.interop.loading import build_decoder, is_ours_to_load, open_checkpoint
 from gatelab.interop.probe import attach_hugging_face
 from gatelab.model.accounting import count_parameters
@@ -100,6 +101,7 @@ def _open_run(folder: Path, name: str, dtype: torch.dtype) -> OpenedModel:
 
 def _open_decoder(folder: Path, name: str, dtype: torch.dtype) -> OpenedModel:
     """A folder in the Hugging Face form of a GateLab model, or with a gate that the paper's keys declare."""
+    register()
     tokenizer = hugging_face.load_tokenizer(name)
     checkpoint = open_checkpoint(folder)
     num_bytes = count_parameters(checkpoint.settings).total * max(dtype.itemsize, 4)
