@@ -21,7 +21,7 @@ def test_a_study_from_a_file_is_run_and_looked_at(tmp_path: Path) -> None:
     words = ("study.yaml", "--seeds", "2", "--executor", "serial", "--out", "out", "--cache", "cache")
     done = command(tmp_path, *words)
     assert done.returncode == 0, done.stderr
-    assert "comparison" in done.stdout and "4 done" in done.stdout
+    assert "Hours at" in done.stdout and "4 done" in done.stdout
     assert f"Report: {tmp_path / 'out' / 'report.html'}" in done.stdout
     assert (tmp_path / "out" / "gated" / "seed_1" / "result.json").exists()
     finished = (tmp_path / "out" / "gated" / "seed_1" / "result.json").stat().st_mtime_ns
