@@ -61,7 +61,9 @@ def test_the_first_step_and_all_that_is_logged_before_stand_on_these_weights(
     rows = read_metrics(RunFolder(run).metrics)
     before = next(row for row in rows if row["kind"] == "evaluation")
     domain = open_source(settings, cache).heldout["synthetic"]
-    assert before["step"] == 0 and before["loss"] == score(decoder, domain, 3).figures()["loss"]
+    # The run may have scored on another number of threads.
+    assert before["step"] == 0
+    assert before["loss"] == pytest.approx(score(decoder, domain, 3).figures()["loss"], rel=1e-6)
     batch = open_source(settings, cache).train.batch(0)
     loss = torch.nn.functional.cross_entropy(decoder(batch.inputs).flatten(0, 1), batch.targets.flatten())
     assert next(row for row in rows if row["kind"] == "step")["loss"] == pytest.approx(loss.item(), rel=1e-6)

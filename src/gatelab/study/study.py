@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Self
 
@@ -12,6 +13,8 @@ from gatelab.settings import Settings, nearest
 from gatelab.train.settings import RunSettings
 
 NAME = r"^\w[\w.-]*$"
+METRICS = ("heldout_loss", "first_token_attention", "first_token_attention[SET]")
+METRIC = re.compile(r"heldout_loss|first_token_attention(\[[\w-]+\])?")
 CONFIRMATORY_SEEDS = 5
 SMALLEST_GRID = 3
 RATE, SEED = "train.optimizer.learning_rate", "train.seed"
@@ -44,7 +47,6 @@ class Study(Settings):
     seeds: tuple[Seed, ...] = Field(default=(0,), min_length=1, description="of the runs that are compared")
     metric: str = Field(
         default="heldout_loss",
-        pattern=r"^(heldout_loss|first_token_attention(\[[\w-]+\])?)$",
         description="what verdicts are about: nats per token, the first-token attention of the worst layer, or that "
         "of a set of queries that the task names, as first_token_attention[other]",
     )
@@ -76,6 +78,12 @@ class Study(Settings):
                 raise ValueError(f"arms {twin} and {arm.name} of study {self.name} have equal settings; drop one")
         for words in (self.assignments, *(arm.assignments for arm in self.arms)):
             self._check_words(words)
+        return self
+
+    @model_validator(mode="after")
+    def _check_metric(self) -> Self:
+        if not METRIC.fullmatch(self.metric):
+            raise ValueError(f"metric {self.metric!r} is unknown; {nearest(self.metric, METRICS)}")
         return self
 
     @model_validator(mode="after")
