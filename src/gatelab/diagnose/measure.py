@@ -20,6 +20,7 @@ from gatelab.diagnose.recorder import EMBEDDING, Recorder
 __all__ = ["Attach", "Forward", "LayerMeasurement", "Measurement", "attach_decoder", "measure"]
 
 
+@runtime_checkable
 class Forward(Protocol):
     """One pass of an attached model up to its final norm: logits are not measured, and long ones take gigabytes."""
 
@@ -149,6 +150,7 @@ class Recordable(Protocol):
     v_proj: Any
 
 
+@runtime_checkable
 class LearnedSink(Protocol):
     """The key that no token has, of an attention module of ours: its logits, and its value if it is not 0."""
 

@@ -35,6 +35,7 @@ class AttentionRecorder(Protocol):
         ...
 
 
+@runtime_checkable
 class AttentionKernel(Protocol):
     """What computes softmax attention from rotated queries, keys and values."""
 
