@@ -34,7 +34,7 @@ def test_sets_have_the_means_of_their_queries(name: str) -> None:
     call = truth.call
     sets = some_queries(call.visibility.num_queries)
     recorder = Recorder()
-    recorder.start(torch.zeros(B, T, dtype=torch.int64), query_sets=sets)
+    recorder.start(torch.zeros(B, call.visibility.num_queries, dtype=torch.int64), query_sets=sets)
     recorder.record(call)
     figures = {(one.metric, one.query_range): one for one in recorder.measurements()[0][0].figures}
     assert not [key for key in figures if key[1] == "nobody"]

@@ -48,7 +48,7 @@ def measure(
     first_tokens: int = 4,
     skipped_queries: Sequence[int] = (1, 64),
     delimiters: Mapping[str, Sequence[int]] | None = None,
-    query_sets: Mapping[str, Bool[Tensor, "N T"]] | None = None,
+    query_sets: Mapping[str, Tensor] | None = None,
 ) -> Measurement:
     """Run the model once over ``tokens``, ``batch_size`` rows at a time, and measure every layer on the way.
 

@@ -16,7 +16,7 @@ QuerySets = Mapping[str, Bool[Tensor, "B T"]]
 _TAKEN = ("all", "first_token", "rest")
 
 
-def require_query_sets(query_sets: QuerySets, shape: torch.Size) -> None:
+def require_query_sets(query_sets: Mapping[str, Tensor], shape: torch.Size) -> None:
     """Raise ``ValueError`` for a set whose mask has another shape (B T) or whose name is that of a query range."""
     for name, members in query_sets.items():
         if name in _TAKEN or name.startswith("from_"):
