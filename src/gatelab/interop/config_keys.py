@@ -96,12 +96,12 @@ def layer_types(keys: ConfigKeys, num_layers: int, default: Sequence[str]) -> li
     return kinds
 
 
-def windows(keys: ConfigKeys, kinds: Sequence[str], key: str = "sliding_window") -> list[int | None]:
+def windows(keys: ConfigKeys, kinds: Sequence[str]) -> list[int | None]:
     """The window of each layer, ``None`` for full attention."""
-    window = keys.get(key)
+    window = keys.get("sliding_window")
     if window is None and "sliding_attention" in kinds:
         layer = kinds.index("sliding_attention")
-        raise ValueError(f"layer {layer} has sliding_attention, but config.json has no {key}")
+        raise ValueError(f"layer {layer} has sliding_attention, but config.json has no sliding_window")
     return [window if kind == "sliding_attention" else None for kind in kinds]
 
 

@@ -25,13 +25,14 @@ from transformers.utils.output_capturing import capture_outputs
 
 from gatelab.gates.gate import Gate, HeadNorm
 from gatelab.gates.linear import Linear
+from gatelab.interop.form import MODEL_TYPE
 from gatelab.interop.huggingface_attention import (
     AttentionArguments,
     AttentionDispatch,
     CachedLayer,
     GateLabAttention,
 )
-from gatelab.interop.huggingface_config import MODEL_TYPE, GateLabConfig
+from gatelab.interop.huggingface_config import GateLabConfig
 from gatelab.interop.model_card import ModelCard, write_model_card
 from gatelab.model.decoder import Decoder, DecoderLayer, ScaledEmbedding
 from gatelab.model.moe import Experts, MixtureOfExperts

@@ -7,10 +7,9 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 
 from gatelab.gates.spec import GateSpec
+from gatelab.interop.form import MODEL_TYPE, SCHEMA_VERSION, named_sizes
 from gatelab.model.settings import MixtureSettings, ModelSettings
 
-MODEL_TYPE = "gatelab"
-SCHEMA_VERSION = 1
 LAYOUT = "L1"
 
 
@@ -78,18 +77,7 @@ def standard_names(settings: ModelSettings) -> dict[str, Any]:
     if len(sizes) > 1:
         raise ValueError(f"transformers knows one sliding window for a model, and this one has {sorted(sizes)}")
     names = {
-        "vocab_size": settings.vocab_size,
-        "hidden_size": settings.width,
-        "num_hidden_layers": settings.num_layers,
-        "num_attention_heads": settings.num_heads,
-        "num_key_value_heads": settings.num_kv_heads,
-        "head_dim": settings.head_size,
-        "intermediate_size": settings.feedforward_width,
-        "max_position_embeddings": settings.max_context,
-        "tie_word_embeddings": settings.tied_head,
-        "rms_norm_eps": settings.norm_epsilon,
-        "initializer_range": settings.init_std,
-        "hidden_act": "silu",
+        **named_sizes(settings),
         "layer_types": ["full_attention" if window is None else "sliding_attention" for window in windows],
         "sliding_window": next(iter(sizes), None),
     }

@@ -13,6 +13,7 @@ import torch
 from gatelab.files import sha256
 from gatelab.interop import megatron
 from gatelab.interop.families import FAMILIES, Checkpoint, read_checkpoint
+from gatelab.interop.form import MODEL_TYPE, SCHEMA_VERSION
 from gatelab.interop.layouts import Layout
 from gatelab.interop.official import GATE_KEYS, choose_layout
 from gatelab.interop.tensor_files import SINGLE, TensorFiles, open_tensors
@@ -21,7 +22,7 @@ from gatelab.model.decoder import Decoder
 from gatelab.model.settings import ModelSettings
 
 CONFIG, MANIFEST = "config.json", "manifest.json"
-MODEL_TYPE, SCHEMA_VERSION, CHECKPOINT_VERSION = "gatelab", 1, 1
+CHECKPOINT_VERSION = 1
 # Keys of the paper's code and of gates, which no stock class of an ungated family reads.
 UNREAD_BY_TRANSFORMERS = (*GATE_KEYS, "gating", "qkv_bias")
 POSSIBLE = (

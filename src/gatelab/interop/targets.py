@@ -19,6 +19,7 @@ from torch import Tensor
 
 from gatelab.gates.spec import GateSpec
 from gatelab.interop import megatron
+from gatelab.interop.form import SCHEMA_VERSION, named_sizes
 from gatelab.interop.layouts import FusedLayout, GateRows, Layout, merge
 from gatelab.interop.tensor_names import GATE, Made, itself, layer_of, output_gate, shapes_of
 from gatelab.model.settings import ModelSettings
@@ -51,7 +52,7 @@ def plan(settings: ModelSettings, to: To, dtype: str, tokens: Mapping[str, Any])
         )
     if to == "megatron":
         layout = megatron.layout_of(settings)
-        config = {"model_type": megatron.MODEL_TYPE, "gatelab_schema_version": 1, "gate_layout": layout}
+        config = {"model_type": megatron.MODEL_TYPE, "gatelab_schema_version": SCHEMA_VERSION, "gate_layout": layout}
         return Target({**config, "gatelab": settings.to_mapping(), **about}, megatron.to_megatron(settings), layout)
     config = {"qwen3": _qwen3_config, "qwen3_next": _qwen3_next_config, "official": _official_config}[to](settings)
     fused: dict[str, FusedLayout] = {"qwen3_next": "L2", "official": "L3"}
@@ -202,18 +203,7 @@ def _gatelab_config(settings: ModelSettings, about: Config) -> Config:
 def _sizes(settings: ModelSettings) -> Config:
     """What all Qwen configurations share, rotation in the dialects of transformers 4 and 5."""
     return {
-        "vocab_size": settings.vocab_size,
-        "hidden_size": settings.width,
-        "num_hidden_layers": settings.num_layers,
-        "num_attention_heads": settings.num_heads,
-        "num_key_value_heads": settings.num_kv_heads,
-        "head_dim": settings.head_size,
-        "intermediate_size": settings.feedforward_width,
-        "max_position_embeddings": settings.max_context,
-        "tie_word_embeddings": settings.tied_head,
-        "rms_norm_eps": settings.norm_epsilon,
-        "initializer_range": settings.init_std,
-        "hidden_act": "silu",
+        **named_sizes(settings),
         "attention_dropout": 0.0,
         "attention_bias": "o" in settings.biased_projections,
         "rope_theta": settings.rope.base,

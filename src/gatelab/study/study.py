@@ -10,12 +10,12 @@ from pydantic import Field, model_validator
 
 from gatelab.recipes.table import resolve
 from gatelab.settings import Settings, nearest
+from gatelab.study.contrasts import MIN_SEEDS
 from gatelab.train.settings import RunSettings
 
 NAME = r"^\w[\w.-]*$"
 METRICS = ("heldout_loss", "first_token_attention", "first_token_attention[SET]")
 METRIC = re.compile(r"heldout_loss|first_token_attention(\[[\w-]+\])?")
-CONFIRMATORY_SEEDS = 5
 SMALLEST_GRID = 3
 RATE, SEED = "train.optimizer.learning_rate", "train.seed"
 Seed = Annotated[int, Field(ge=0)]
@@ -95,10 +95,10 @@ class Study(Settings):
         _require_distinct("confirmatory", self.confirmatory)
         _require_distinct("seeds", self.seeds)
         _require_distinct("tuning_seeds", self.tuning_seeds)
-        if self.confirmatory and len(self.seeds) < CONFIRMATORY_SEEDS:
+        if self.confirmatory and len(self.seeds) < MIN_SEEDS:
             raise ValueError(
                 f"study {self.name} has {len(self.seeds)} seeds, and a confirmatory comparison needs at least "
-                f"{CONFIRMATORY_SEEDS}; add seeds or leave confirmatory empty"
+                f"{MIN_SEEDS}; add seeds or leave confirmatory empty"
             )
         if self.confirmatory and self.smallest_difference is None:
             raise ValueError(
