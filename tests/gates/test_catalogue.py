@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gatelab.cli import variant_table
+from gatelab.cli.catalogue import variant_table
 from gatelab.gates.catalogue import list_variants
 from gatelab.gates.spec import AttentionShape
 from gatelab.gates.variants import VARIANTS

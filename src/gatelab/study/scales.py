@@ -112,12 +112,12 @@ SCALES: dict[str, Scale] = {
         Scale(
             name="mechanism",
             description="one layer on Bigram-Backcopy, the smallest functional sink",
-            tokens=16_384_000,
-            assignments=(),
+            tokens=8_192_000,
+            assignments=("train.steps=2000",),
             shapes=_shapes(
                 Shape("backcopy", _SMALL_HEADS), Shape("backcopy", (*_SMALL_HEADS, "model.num_layers=3")), 256
             ),
-            learning_rate=None,
+            learning_rate=8e-3,
             learning_rates=(1e-3, 2e-3, 4e-3, 8e-3),
             wide_learning_rates=(1e-3, 3e-3, 1e-2, 3e-2, 1e-1),
         ),

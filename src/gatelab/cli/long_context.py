@@ -1,0 +1,3 @@
+"""The commands of long context: extend, RULER, streaming, pruning."""
+
+from __future__ import annotations

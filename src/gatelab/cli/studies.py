@@ -1,0 +1,66 @@
+"""The command that compares arms."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from rich.console import Console
+
+from gatelab.cli.arguments import DEFAULT_CACHE, Cache
+
+
+def study(
+    name: Annotated[str, typer.Argument(help="a preset as paper/positions, a study.yaml; or status, report, compare")],
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(help="KEY=VALUE for every arm; after status, report, compare: the folder", metavar="[WORD]..."),
+    ] = None,
+    scale: Annotated[str | None, typer.Option(help="of a preset: mechanism, micro, mini, small or paper")] = None,
+    seeds: Annotated[int | None, typer.Option(help="how many; the preset's when left out", min=1)] = None,
+    executor: Annotated[
+        Literal["serial", "processes", "ray"], typer.Option(help="one run after another, side by side, on a cluster")
+    ] = "processes",
+    workers: Annotated[int | None, typer.Option(help="runs side by side; one for each core when left out")] = None,
+    budget_hours: Annotated[float | None, typer.Option(help="refuse a study that would take longer")] = None,
+    out: Annotated[Path | None, typer.Option(help="the study's folder; runs/study/NAME-SCALE when left out")] = None,
+    cache: Cache = DEFAULT_CACHE,
+) -> None:
+    """Compare arms under equal conditions; run again to continue."""
+    from gatelab.report.tables import to_terminal
+    from gatelab.study.cost import cost_table
+    from gatelab.study.executors import open_executor
+    from gatelab.study.live import StudyObserver
+    from gatelab.study.presets import plan
+    from gatelab.study.runner import conduct
+
+    if name in ("status", "report", "compare"):
+        for folder in words or ["."]:
+            _look_at_study(name, Path(folder))
+        return
+    planned = plan(name, scale).changed(words or [], seeds)
+    folder = out or Path("runs") / "study" / "-".join(filter(None, (planned.name, planned.scale)))
+    console = Console()
+    console.print(to_terminal(cost_table(planned, budget_hours)))
+    for warning in planned.warnings:
+        console.print(warning, markup=False)
+    with StudyObserver(console) as observer:
+        conduct(planned, folder, cache.expanduser(), open_executor(executor, workers), observer)
+    _look_at_study("report", folder)
+
+
+def _look_at_study(what: str, folder: Path) -> None:
+    from gatelab.report.tables import to_terminal
+    from gatelab.study.findings import read_findings
+    from gatelab.study.report import write_study_report
+    from gatelab.study.report_tables import result_table
+    from gatelab.study.status import status
+
+    console = Console()
+    console.print(status(folder).summary(), markup=False)
+    if what == "status":
+        return
+    console.print(to_terminal(result_table(read_findings(folder))))
+    if what == "report":
+        console.print(f"Report: {write_study_report(folder).resolve()}", soft_wrap=True, markup=False)
