@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import math
+import re
 
 import pytest
 from markdown_it import MarkdownIt
@@ -10,9 +11,9 @@ from rich.console import Console
 from gatelab.report.tables import MISSING, Column, Linked, Table, to_markdown, to_terminal, transposed
 
 
-def printed(table: Table) -> str:
+def printed(table: Table, width: int = 100) -> str:
     output = io.StringIO()
-    Console(file=output, width=100, force_terminal=True, color_system="truecolor", _environ={}).print(
+    Console(file=output, width=width, force_terminal=True, color_system="truecolor", _environ={}).print(
         to_terminal(table)
     )
     return output.getvalue()
@@ -64,6 +65,18 @@ def test_the_terminal_table_shows_every_cell() -> None:
     lines = printed(table).splitlines()
     assert "Results" in lines[0]
     assert any("headwise" in line and "4.500" in line for line in lines)
+
+
+@pytest.mark.parametrize("width", [40, 60, 80, 200])
+def test_a_table_wider_than_the_terminal_goes_on_below(width: int) -> None:
+    columns = [Column("arm", "arm"), *(Column(f"n{n}", f"quantity {n}", ",d") for n in range(8))]
+    rows = [{"arm": arm, **{f"n{n}": 1_000_000 * seed + n for n in range(8)}} for seed, arm in ((1, "a"), (2, "gated"))]
+    text = printed(Table(columns, rows, "caption"), width)
+    assert max(len(line) for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()) <= width
+    for row in rows:
+        assert all(text.count(f"{row[f'n{n}']:,d}") == 1 for n in range(8))
+    assert text.count("caption") == 1
+    assert text.count("gated") == {40: 4, 60: 2, 80: 2, 200: 1}[width]
 
 
 def test_a_name_can_not_drive_the_terminal() -> None:

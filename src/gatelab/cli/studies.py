@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
 
 from gatelab.cli.arguments import DEFAULT_CACHE, Cache
+
+if TYPE_CHECKING:
+    from gatelab.study.study import Study
 
 
 def study(
@@ -34,6 +39,7 @@ def study(
     from gatelab.study.live import StudyObserver
     from gatelab.study.presets import plan
     from gatelab.study.runner import conduct
+    from gatelab.study.study import STEP_SECONDS
 
     if name in ("status", "report", "compare"):
         for folder in words or ["."]:
@@ -42,12 +48,27 @@ def study(
     planned = plan(name, scale).changed(words or [], seeds)
     folder = out or Path("runs") / "study" / "-".join(filter(None, (planned.name, planned.scale)))
     console = Console()
+    if planned.metric == STEP_SECONDS:
+        _time_arms(planned, folder, console)
+        return
     console.print(to_terminal(cost_table(planned, budget_hours)))
     for warning in planned.warnings:
         console.print(warning, markup=False)
     with StudyObserver(console) as observer:
         conduct(planned, folder, cache.expanduser(), open_executor(executor, workers), observer)
     _look_at_study("report", folder)
+
+
+def _time_arms(study: Study, folder: Path, console: Console) -> None:
+    from gatelab.report.page import write_page
+    from gatelab.report.tables import to_terminal
+    from gatelab.study.overhead import measure_overhead, overhead_page, overhead_table
+
+    with console.status("warming up") as status:
+        overhead = measure_overhead(study, folder, lambda done, rounds: status.update(f"round {done} of {rounds}"))
+    console.print(to_terminal(overhead_table(overhead)))
+    write_page(overhead_page(overhead, shlex.join(["gatelab", *sys.argv[1:]])), folder / "report.html")
+    console.print(f"Report: {(folder / 'report.html').resolve()}", soft_wrap=True, markup=False)
 
 
 def _look_at_study(what: str, folder: Path) -> None:

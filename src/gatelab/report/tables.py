@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 from urllib.parse import quote
 
+import rich.console
 import rich.table
+from rich.console import RenderResult
 from rich.text import Text
 
 MISSING = "–"
@@ -103,16 +105,62 @@ class Table:
         return [[column.text(row.get(column.key)) for column in self.columns] for row in self.rows]
 
 
-def to_terminal(table: Table) -> rich.table.Table:
-    """The table for ``console.print``, its first column never broken; no cell can style the terminal."""
-    view = rich.table.Table(title=_terminal_text(table.caption) if table.caption else None, title_justify="left")
-    for number, column in enumerate(table.columns):
-        view.add_column(
-            _terminal_text(column.heading), justify=column.align or "left", no_wrap=number == 0, overflow="fold"
-        )
-    for cells in table.cells():
-        view.add_row(*map(_terminal_text, cells))
-    return view
+@dataclass(frozen=True)
+class TerminalTable:
+    """A table as rich prints it. One that is wider than the terminal goes on below, its first column repeated.
+
+    No number is ever broken; long texts are. No cell can style the terminal.
+    """
+
+    table: Table
+
+    def __rich_console__(self, console: rich.console.Console, options: rich.console.ConsoleOptions) -> RenderResult:
+        first, *others = ([column.heading, *cells] for column, cells in self._columns())
+        caption = self.table.caption
+        for part in self._parts(options.max_width):
+            view = rich.table.Table(title=_terminal_text(caption) if caption else None, title_justify="left")
+            view.add_column(_terminal_text(first[0]), justify=self.table.columns[0].align or "left", no_wrap=True)
+            for number in part:
+                justify = self.table.columns[number + 1].align or "left"
+                view.add_column(_terminal_text(others[number][0]), justify=justify, overflow="fold")
+            for row in zip(first[1:], *(others[number][1:] for number in part), strict=True):
+                view.add_row(*map(_terminal_text, row))
+            yield view
+            caption = ""
+
+    def _columns(self) -> list[tuple[Column, list[str]]]:
+        cells = self.table.cells()
+        return [(column, [row[number] for row in cells]) for number, column in enumerate(self.table.columns)]
+
+    def _parts(self, width: int) -> list[list[int]]:
+        """The columns after the first that fit side by side, part by part."""
+        first, *others = (_least_width(column, cells) + _FRAME for column, cells in self._columns())
+        parts: list[list[int]] = [[]]
+        left = width - first - 1
+        for number, needed in enumerate(others):
+            if parts[-1] and needed > left:
+                parts.append([])
+                left = width - first - 1
+            parts[-1].append(number)
+            left -= needed
+        return parts
+
+
+_FRAME = 3
+_BREAKABLE = 24
+
+
+def _least_width(column: Column, cells: Sequence[str]) -> int:
+    """Signs that a column needs: its longest word or cell, of long texts no more than 24."""
+    words = column.heading.split()
+    return max(
+        map(len, [*words, *(cell if len(cell) <= _BREAKABLE else cell[:_BREAKABLE] for cell in cells)]), default=0
+    )
+
+
+def to_terminal(table: Table) -> TerminalTable:
+    """The table for ``console.print``."""
+    return TerminalTable(table)
 
 
 def transposed(table: Table, heading: str) -> Table:

@@ -28,7 +28,7 @@ from gatelab.study.jobs import (
 from gatelab.study.learning_rates import choose_learning_rates
 from gatelab.study.statistics import DocumentScores, TextDifference, compare_on_documents
 from gatelab.study.status import LOCK, RATES, StudyStatus, known_jobs, open_study, read_rates, status_of
-from gatelab.study.study import Study
+from gatelab.study.study import STEP_SECONDS, Study
 from gatelab.train.metrics import read_metrics
 from gatelab.train.run_folder import DECIDES_BITS, STUDY_FILE, RunFolder
 from gatelab.train.watch import Watch
@@ -84,6 +84,8 @@ def conduct(
     are added after a look at the results would make false positives likelier than stated.
     """
     executor, observer = executor or Serial(), observer or Unobserved()
+    if study.metric == STEP_SECONDS:
+        raise ValueError(f"study {study.name} times its arms in turns, not in runs: use measure_overhead")
     require_folder(cache)
     _require_same_study(study, folder)
     begun = (folder / STUDY_FILE, folder / CONDITIONS, folder / LOCK)

@@ -14,8 +14,9 @@ from gatelab.study.contrasts import MIN_SEEDS
 from gatelab.train.settings import RunSettings
 
 NAME = r"^\w[\w.-]*$"
-METRICS = ("heldout_loss", "first_token_attention", "first_token_attention[SET]")
-METRIC = re.compile(r"heldout_loss|first_token_attention(\[[\w-]+\])?")
+STEP_SECONDS = "step_seconds"
+METRICS = ("heldout_loss", "first_token_attention", "first_token_attention[SET]", STEP_SECONDS)
+METRIC = re.compile(rf"heldout_loss|first_token_attention(\[[\w-]+\])?|{STEP_SECONDS}")
 SMALLEST_GRID = 3
 RATE, SEED = "train.optimizer.learning_rate", "train.seed"
 Seed = Annotated[int, Field(ge=0)]
@@ -48,7 +49,8 @@ class Study(Settings):
     metric: str = Field(
         default="heldout_loss",
         description="what verdicts are about: nats per token, the first-token attention of the worst layer, or that "
-        "of a set of queries that the task names, as first_token_attention[other]",
+        "of a set of queries that the task names, as first_token_attention[other]; or the time of a step, all arms in "
+        "turns (gatelab.study.overhead)",
     )
     smallest_difference: float | None = Field(
         default=None, gt=0, description="the smallest difference that matters, in the metric's unit"
