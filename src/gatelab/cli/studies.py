@@ -17,10 +17,14 @@ if TYPE_CHECKING:
 
 
 def study(
-    name: Annotated[str, typer.Argument(help="a preset as paper/positions, a study.yaml; or status, report, compare")],
+    name: Annotated[
+        str, typer.Argument(help="a preset, a study.yaml; or status, report, compare, archive")
+    ],
     words: Annotated[
         list[str] | None,
-        typer.Argument(help="KEY=VALUE for every arm; after status, report, compare: the folder", metavar="[WORD]..."),
+        typer.Argument(
+            help="KEY=VALUE for every arm; after status and the like: the folder", metavar="[WORD]..."
+        ),
     ] = None,
     scale: Annotated[str | None, typer.Option(help="of a preset: mechanism, micro, mini, small or paper")] = None,
     seeds: Annotated[int | None, typer.Option(help="how many; the preset's when left out", min=1)] = None,
@@ -41,6 +45,13 @@ def study(
     from gatelab.study.runner import conduct
     from gatelab.study.study import STEP_SECONDS
 
+    if name == "archive":
+        from gatelab.study.archive import archive_study
+
+        if words is None or len(words) != 1 or out is None:
+            raise ValueError("archive takes one study's folder, and --out for the new one")
+        typer.echo(f"Report: {archive_study(Path(words[0]), out).resolve()}")
+        return
     if name in ("status", "report", "compare"):
         for folder in words or ["."]:
             _look_at_study(name, Path(folder))
