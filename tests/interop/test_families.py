@@ -120,11 +120,11 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "an activation": ("qwen3", {"hidden_act": "gelu"}, "hidden_act='gelu'; GateLab computes qwen3 models with 'silu'"),
     "a rope type": (
         "llama", {"rope_parameters": {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0}},
-        "asks for the rope type 'llama3'; GateLab computes the default one alone",
+        "has the rope type 'llama3' without original_max_position_embeddings",
     ),
     "yarn in the old dialect": (
         "qwen3", {"rope_parameters": None, "rope_theta": 500.0, "rope_scaling": {"type": "yarn", "factor": 4.0}},
-        "asks for the rope type 'yarn'",
+        "has the rope type 'yarn' without original_max_position_embeddings",
     ),
     "an unknown rope key": (
         "qwen3", {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0, "low": 1}}, "low=1 among its rope",

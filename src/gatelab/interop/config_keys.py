@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from gatelab.model.settings import RopeSettings
-
 # Bookkeeping, generation and training: keys that never change what a forward pass in eval mode computes. Code that a
 # checkpoint names (auto_map) is never run.
 HARMLESS = frozenset({
@@ -27,7 +25,6 @@ HARMLESS = frozenset({
 OFF_WHEN_FALSE = frozenset({
     "attention_bias", "mlp_bias", "qkv_bias", "use_mrope", "use_sliding_window",
 })  # fmt: skip
-ROPE_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "mrope_section", "mrope_interleaved"}
 
 
 class ConfigKeys:
@@ -103,55 +100,3 @@ def windows(keys: ConfigKeys, kinds: Sequence[str]) -> list[int | None]:
         layer = kinds.index("sliding_attention")
         raise ValueError(f"layer {layer} has sliding_attention, but config.json has no sliding_window")
     return [window if kind == "sliding_attention" else None for kind in kinds]
-
-
-def ropes(keys: ConfigKeys, kinds: Sequence[str], default_fraction: float | None = None) -> list[RopeSettings]:
-    """The rotation of each layer, from any of the dialects; a family without ``default_fraction`` rotates all channels.
-
-    ``rope_parameters`` (flat, or one for each layer type), or ``rope_theta`` with ``rope_scaling`` and
-    ``partial_rotary_factor`` (numbers, or lists with one for each layer). Raises ``ValueError`` for any other rope
-    type than the default one, and where two dialects say different things.
-    """
-    parameters = keys.get("rope_parameters")
-    bases, scaling = keys.get("rope_theta"), keys.get("rope_scaling")
-    fractions = keys.get("partial_rotary_factor", keys.get("partial_rotary_factors"))
-    if parameters is None and bases is None:
-        keys.require("rope_theta")
-    found = []
-    for layer, kind in enumerate(kinds):
-        new = dict(parameters or {})
-        if kind in new or any(isinstance(value, Mapping) for value in new.values()):
-            if kind not in new:
-                raise ValueError(f"rope_parameters in config.json has nothing for the {kind} of layer {layer}")
-            new = dict(new[kind])
-        old = {"rope_theta": _of_layer(bases, layer), "partial_rotary_factor": _of_layer(fractions, layer)}
-        old = {key: value for key, value in old.items() if value is not None}
-        for key in old.keys() & new.keys():
-            if old[key] != new[key]:
-                raise ValueError(
-                    f"config.json has {key}={old[key]} and in rope_parameters {key}={new[key]}; remove the wrong one"
-                )
-        rope = _rope({**old, **(scaling or {}), **new}, default_fraction or 1.0)
-        if default_fraction is None and rope.fraction != 1:
-            raise ValueError(f"config.json has partial_rotary_factor={rope.fraction}, but {keys.family} rotates all")
-        found.append(rope)
-    return found
-
-
-def _of_layer(value: Any, layer: int) -> Any:
-    return value[layer] if isinstance(value, list) else value
-
-
-def _rope(values: Mapping[str, Any], default_fraction: float) -> RopeSettings:
-    kind = values.get("rope_type", values.get("type", "default"))
-    if kind != "default":
-        raise ValueError(
-            f"config.json asks for the rope type {kind!r}; GateLab computes the default one alone: "
-            "load a checkpoint without context extension"
-        )
-    if unknown := sorted(values.keys() - ROPE_KEYS):
-        raise ValueError(f"config.json has {unknown[0]}={values[unknown[0]]!r} among its rope settings, not known here")
-    if "rope_theta" not in values:
-        raise ValueError("the rope settings of config.json lack 'rope_theta', which has no safe default")
-    fraction = values.get("partial_rotary_factor", default_fraction)
-    return RopeSettings.parse({"base": values["rope_theta"], "fraction": fraction})

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from gatelab.gates.spec import GateSpec
-from gatelab.interop.config_keys import ConfigKeys, layer_types, ropes, windows
+from gatelab.interop.config_keys import ConfigKeys, layer_types, windows
 from gatelab.interop.official import GATINGS
+from gatelab.interop.rope_dialects import ropes
 from gatelab.model.settings import RopeSettings
 
 # Fields of ModelSettings, not yet checked.

@@ -11,6 +11,7 @@ from gatelab.interop.form import MODEL_TYPE, SCHEMA_VERSION, named_sizes
 from gatelab.model.settings import MixtureSettings, ModelSettings
 
 LAYOUT = "L1"
+OTHER_ROPE_KEYS = ("rope_parameters", "rope_scaling", "rope_theta", "partial_rotary_factor")
 
 
 class GateLabConfig(PreTrainedConfig):
@@ -18,7 +19,8 @@ class GateLabConfig(PreTrainedConfig):
 
     Make one with :meth:`from_settings`. Raises ``ValueError`` for a newer schema, another gate layout than L1, a
     standard name that contradicts the settings, and for what transformers can't express: attention that is not
-    causal, a sink, and windows of more than one size.
+    causal, a sink, and windows of more than one size. The rotation can't be set later, because a model that was built
+    would not follow: setting it, under our names or transformers', raises ``ValueError``.
     """
 
     model_type: ClassVar[str] = MODEL_TYPE
@@ -52,6 +54,18 @@ class GateLabConfig(PreTrainedConfig):
             setattr(self, name, value)
         self.base_model_tp_plan = tensor_parallel_plan(self.settings)  # pyright: ignore[reportAttributeAccessIssue]
         super().__post_init__(**kwargs)
+
+    def __setattr__(self, key: str, value: Any) -> None:
+        is_rotation = key in OTHER_ROPE_KEYS and value is not None
+        before = self.__dict__.get("gatelab")
+        if key == "gatelab" and before is not None:
+            is_rotation = value is None or any(value.get(part) != before.get(part) for part in ("rope", "layers"))
+        if is_rotation:
+            raise ValueError(
+                f"{key} of a GateLabConfig can't be set to another rotation, which a model that is built would not "
+                "follow; change a decoder with gatelab.model.decoder.with_rope and convert that"
+            )
+        super().__setattr__(key, value)
 
     @classmethod
     def from_settings(cls, settings: ModelSettings, **tokens: Any) -> GateLabConfig:

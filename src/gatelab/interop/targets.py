@@ -21,6 +21,7 @@ from gatelab.gates.spec import GateSpec
 from gatelab.interop import megatron
 from gatelab.interop.form import SCHEMA_VERSION, named_sizes
 from gatelab.interop.layouts import FusedLayout, GateRows, Layout, merge
+from gatelab.interop.rope_dialects import old_rope_keys, rope_parameters
 from gatelab.interop.tensor_names import GATE, Made, itself, layer_of, output_gate, shapes_of
 from gatelab.model.settings import ModelSettings
 
@@ -206,13 +207,13 @@ def _sizes(settings: ModelSettings) -> Config:
         **named_sizes(settings),
         "attention_dropout": 0.0,
         "attention_bias": "o" in settings.biased_projections,
-        "rope_theta": settings.rope.base,
+        **old_rope_keys(settings.rope, settings.head_size),
         "use_cache": True,
     }
 
 
 def _rope_parameters(settings: ModelSettings) -> Config:
-    return {"rope_type": "default", "rope_theta": settings.rope.base}
+    return rope_parameters(settings.rope, settings.head_size)
 
 
 def _experts(settings: ModelSettings) -> Config:
@@ -262,14 +263,17 @@ def _qwen3_next_config(settings: ModelSettings) -> Config:
 
 def _official_config(settings: ModelSettings) -> Config:
     granularity = settings.gates[0].granularity if settings.gates else None
-    return _sizes(settings) | {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "rope_scaling": None,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "use_qk_norm": settings.qk_norm,
-        "qkv_bias": "q" in settings.biased_projections,
-        "headwise_attn_output_gate": granularity == "headwise",
-        "elementwise_attn_output_gate": granularity == "elementwise",
-    }
+    return (
+        {"rope_scaling": None}
+        | _sizes(settings)
+        | {
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "use_qk_norm": settings.qk_norm,
+            "qkv_bias": "q" in settings.biased_projections,
+            "headwise_attn_output_gate": granularity == "headwise",
+            "elementwise_attn_output_gate": granularity == "elementwise",
+        }
+    )

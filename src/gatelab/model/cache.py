@@ -3,40 +3,81 @@
 from __future__ import annotations
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from gatelab.model.masks import PADDING
 
 
+class GrowingTensor:
+    """Rows (B T ...) that get more along T: room for ``capacity`` of them at first, twice as much when it is full.
+
+    For tensors without gradients, because what is there is written to in place.
+    """
+
+    def __init__(self, capacity: int = 0):
+        self._capacity, self._length = capacity, 0
+        self._storage: Tensor | None = None
+
+    @property
+    def filled(self) -> Shaped[Tensor, "B S ..."] | None:
+        """All S so far, a view; ``None`` before the first."""
+        return None if self._storage is None else self._storage[:, : self._length]
+
+    def extend(self, newest: Shaped[Tensor, "B T ..."]) -> Shaped[Tensor, "B S ..."]:
+        """Add the newest and return a view of all S so far, which later calls leave as it is."""
+        start, stop = self._length, self._length + newest.shape[1]
+        if self._storage is None or stop > self._storage.shape[1]:
+            room = max(stop, self._capacity if self._storage is None else 2 * self._storage.shape[1])
+            larger = newest.new_empty(len(newest), room, *newest.shape[2:])
+            if self._storage is not None:
+                larger[:, :start] = self._storage[:, :start]
+            self._storage = larger
+        self._storage[:, start:stop] = newest
+        self._length = stop
+        return self._storage[:, :stop]
+
+
 class LayerKeysValues:
     """One layer's part of a :class:`KVCache`."""
 
-    def __init__(self) -> None:
-        self.keys: Tensor | None = None
-        self.values: Tensor | None = None
+    def __init__(self, capacity: int = 0) -> None:
+        self._keys, self._values = GrowingTensor(capacity), GrowingTensor(capacity)
+
+    @property
+    def keys(self) -> Float[Tensor, "B S K C"] | None:
+        """The keys so far; ``None`` before the first."""
+        return self._keys.filled
+
+    @property
+    def values(self) -> Float[Tensor, "B S K C"] | None:
+        """The values so far; ``None`` before the first."""
+        return self._values.filled
 
     def extend(
         self, keys: Float[Tensor, "B T K C"], values: Float[Tensor, "B T K C"]
     ) -> tuple[Float[Tensor, "B S K C"], Float[Tensor, "B S K C"]]:
         """Add the newest keys and values and return all S so far."""
-        if self.keys is not None and self.values is not None:
-            keys, values = torch.cat((self.keys, keys), dim=1), torch.cat((self.values, values), dim=1)
-        self.keys, self.values = keys, values
-        return keys, values
+        return self._keys.extend(keys), self._values.extend(values)
 
 
 class KVCache:
     """What a decoder remembers between calls; start with an empty one and pass it to each call.
 
-    ``documents`` (B S) numbers the document of every token so far, with padding as in
-    :mod:`gatelab.model.masks`; it stays ``None`` as long as no call gave any.
+    With a ``capacity`` in tokens memory is taken once, at the first call; without, or beyond it, what is there doubles.
+    ``documents`` (B S) numbers the document of every token so far, with padding as in :mod:`gatelab.model.masks`; it
+    stays ``None`` as long as no call gave any. Call the decoder without gradients.
     """
 
-    def __init__(self, num_layers: int):
-        self.layers = [LayerKeysValues() for _ in range(num_layers)]
-        self.documents: Tensor | None = None
+    def __init__(self, num_layers: int, capacity: int = 0):
+        self.layers = [LayerKeysValues(capacity) for _ in range(num_layers)]
         self.length = 0
+        self._documents = GrowingTensor(capacity)
+
+    @property
+    def documents(self) -> Int[Tensor, "B S"] | None:
+        """The document of every token so far."""
+        return self._documents.filled
 
     def extend_documents(
         self, documents: Int[Tensor, "B T"] | None, ids: Int[Tensor, "B T"]
@@ -47,12 +88,10 @@ class KVCache:
         """
         past = self.documents
         if documents is not None and past is None and self.length:
-            past = torch.zeros(len(ids), self.length, dtype=torch.int64, device=ids.device)
+            self._documents.extend(torch.zeros(len(ids), self.length, dtype=torch.int64, device=ids.device))
         elif documents is None and past is not None:
             if bool((past[:, -1] == PADDING).any()):
                 raise ValueError("a row of the cache ends in padding: give the document numbers of the new tokens")
             documents = past[:, -1:].expand_as(ids)
         self.length += ids.shape[1]
-        if documents is not None:
-            self.documents = documents if past is None else torch.cat((past, documents), dim=1)
-        return self.documents
+        return None if documents is None else self._documents.extend(documents)

@@ -96,17 +96,30 @@ class Decoder(nn.Module):
     """A gated decoder: ``decoder(ids)`` gives logits, ``decoder.hidden(ids)`` what the head and losses stand on.
 
     Parameters keep their own dtype; activations have ``activation_dtype``, that of the embedding when it is ``None``.
+    Setting ``settings`` raises ``ValueError``: what was built from them would not follow; see :func:`with_rope`.
     """
 
     def __init__(self, settings: ModelSettings):
         super().__init__()
-        self.settings = settings
+        self._settings = settings
         self.model = DecoderStack(settings)
         self.lm_head = None if settings.tied_head else Linear(settings.width, settings.vocab_size, bias=False)
         self.activation_dtype: torch.dtype | None = None
         self._ropes, self._rope_of_layer = _distinct([settings.rope_on_layer(i) for i in range(settings.num_layers)])
         self._windows, self._window_of_layer = _distinct(
             [settings.on_layer(i).window for i in range(settings.num_layers)]
+        )
+
+    @property
+    def settings(self) -> ModelSettings:
+        """The decoder's shape."""
+        return self._settings
+
+    @settings.setter
+    def settings(self, value: ModelSettings) -> None:
+        raise ValueError(
+            "a decoder keeps the settings that it was built from; build another one, or change its rotation with "
+            "gatelab.model.decoder.with_rope(decoder, rope, max_context)"
         )
 
     def forward(
@@ -183,6 +196,19 @@ class Decoder(nn.Module):
         if causal and (past or (window is not None and window < total)):
             return suffix_mask(num_queries, total, device, window)
         return None
+
+
+def with_rope(decoder: Decoder, rope: RopeSettings, max_context: int) -> Decoder:
+    """A decoder with the same weights, in the same memory, and another rotation in the layers without a window.
+
+    Mode and dtypes are kept; what was attached from outside (kernels, recorders, compilation) is not. Raises
+    ``ValueError`` as :meth:`ModelSettings.with_rope`.
+    """
+    with torch.device("meta"):
+        changed = Decoder(decoder.settings.with_rope(rope, max_context))
+    changed.load_state_dict(decoder.state_dict(), assign=True)
+    changed.activation_dtype = decoder.activation_dtype
+    return changed.train(decoder.training)
 
 
 def _distinct(items: Sequence[Item]) -> tuple[list[Item], list[int]]:

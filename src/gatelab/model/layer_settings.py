@@ -8,12 +8,74 @@ from pydantic import Field, model_validator
 
 from gatelab.settings import Settings
 
+_OF_ALL = {"kind", "factor"}
+_OF_KIND = {
+    "linear": _OF_ALL,
+    "ntk": _OF_ALL,
+    "llama3": _OF_ALL | {"original_context", "low_frequency_factor", "high_frequency_factor"},
+    "yarn": _OF_ALL
+    | {"original_context", "attention_factor", "mscale", "mscale_all_dim", "beta_fast", "beta_slow", "truncate"},
+}
+_NEEDED = {
+    "yarn": ("original_context",),
+    "llama3": ("original_context", "low_frequency_factor", "high_frequency_factor"),
+}
+
+
+class RopeScaling(Settings):
+    """How rotary frequencies change for contexts beyond the one that was trained at; see :mod:`gatelab.model.rope`.
+
+    The first three are positional interpolation (Chen et al. 2306.15595), the NTK-aware base, fixed for all lengths,
+    and YaRN (Peng et al. 2309.00071); ``llama3`` is that of Llama 3.1.
+    """
+
+    kind: Literal["linear", "ntk", "yarn", "llama3"]
+    factor: float = Field(ge=1, description="s, how many times longer the context is to be")
+    original_context: int | None = Field(
+        default=None, gt=0, description="yarn, llama3: the tokens that were trained at before scaling, L"
+    )
+    attention_factor: float | None = Field(
+        default=None, gt=0, description="yarn: factor on cosines and sines; 0.1 ln s + 1 when left out"
+    )
+    mscale: float | None = Field(
+        default=None, gt=0, description="yarn: with mscale_all_dim, the ratio (0.1 m ln s + 1) / (0.1 a ln s + 1)"
+    )
+    mscale_all_dim: float | None = Field(default=None, gt=0, description="yarn: a in the ratio of mscale")
+    beta_fast: float = Field(default=32.0, gt=0, description="yarn: pairs with more turns over L are left as they are")
+    beta_slow: float = Field(default=1.0, gt=0, description="yarn: pairs with fewer turns over L are interpolated")
+    truncate: bool = Field(default=True, description="yarn: round the bounds of the ramp to whole pairs")
+    low_frequency_factor: float | None = Field(
+        default=None, gt=0, description="llama3: pairs with fewer turns over L are interpolated; 1 in Llama 3.1"
+    )
+    high_frequency_factor: float | None = Field(
+        default=None, gt=0, description="llama3: pairs with more turns over L are left as they are; 4 in Llama 3.1"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> RopeScaling:
+        for name, field in type(self).model_fields.items():
+            value = getattr(self, name)
+            if name not in _OF_KIND[self.kind] and value != field.default:
+                raise ValueError(f"{name}={value} has no meaning with kind={self.kind}; leave it out")
+        for name in _NEEDED.get(self.kind, ()):
+            if getattr(self, name) is None:
+                raise ValueError(f"kind={self.kind} needs {name}, which has no safe default")
+        if (self.mscale is None) != (self.mscale_all_dim is None):
+            raise ValueError("mscale and mscale_all_dim make one ratio; give both, or attention_factor")
+        if self.beta_fast <= self.beta_slow:
+            raise ValueError(f"beta_fast={self.beta_fast:g} is not above beta_slow={self.beta_slow:g}")
+        low, high = self.low_frequency_factor, self.high_frequency_factor
+        if low is not None and high is not None and high <= low:
+            raise ValueError(f"high_frequency_factor={high:g} is not above low_frequency_factor={low:g}")
+        return self
+
 
 class RopeSettings(Settings):
-    """Rotary position embedding: channel pair i of R rotated channels turns by position * base**(-2i/R)."""
+    """Rotary position embedding: channel pair i of R rotated channels turns by position * base**(-2i/R), or scaled."""
 
     base: float = Field(default=10_000.0, gt=1)
     fraction: float = Field(default=1.0, gt=0, le=1, description="share of each head's channels that rotate, the first")
+    scaling: RopeScaling | None = None
 
     def rotated_channels(self, head_size: int) -> int:
         """R, the number of rotated channels of a head."""

@@ -8,10 +8,10 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from gatelab.gates.spec import AttentionShape, GateSpec, OutputControl
-from gatelab.model.layer_settings import LayerSettings, MixtureSettings, RopeSettings, SinkSettings
+from gatelab.model.layer_settings import LayerSettings, MixtureSettings, RopeScaling, RopeSettings, SinkSettings
 from gatelab.settings import Settings
 
-__all__ = ["LayerSettings", "MixtureSettings", "ModelSettings", "RopeSettings", "SinkSettings"]
+__all__ = ["LayerSettings", "MixtureSettings", "ModelSettings", "RopeScaling", "RopeSettings", "SinkSettings"]
 
 
 class ModelSettings(Settings):
@@ -72,6 +72,41 @@ class ModelSettings(Settings):
         own = self.on_layer(layer)
         return (own.rope or self.rope) if own.rotary else None
 
+    @property
+    def long_rope(self) -> RopeSettings:
+        """The rotation of the layers that see the whole context, which extending the context changes.
+
+        Raises ``ValueError`` where there is none, or more than one.
+        """
+        layers = [layer for layer in range(self.num_layers) if self.on_layer(layer).window is None]
+        found: list[RopeSettings] = []
+        for rope in map(self.rope_on_layer, layers):
+            if rope is not None and rope not in found:
+                found.append(rope)
+        if len(found) != 1:
+            raise ValueError(
+                f"the layers without a window have {len(found)} different rotations; the context is extended by "
+                "changing the one that they share"
+            )
+        return found[0]
+
+    def with_rope(self, rope: RopeSettings, max_context: int) -> ModelSettings:
+        """The same model with another rotation in the layers without a window, for other contexts.
+
+        Layers with a window keep their rotation: distances don't grow inside it. Raises ``ValueError`` as
+        :attr:`long_rope`, and for a share of rotated channels other than before.
+        """
+        if rope.fraction != self.long_rope.fraction:
+            raise ValueError(
+                f"rope.fraction={rope.fraction} differs from the {self.long_rope.fraction} that was trained with"
+            )
+        layers = [layer.to_mapping() for layer in self.layers]
+        for number, layer in enumerate(self.layers):
+            kept = self.rope_on_layer(number) if layer.window is not None else None
+            layers[number]["rope"] = None if kept is None else kept.to_mapping()
+        changes = {"rope": rope.to_mapping(), "max_context": max_context, "layers": layers}
+        return ModelSettings.parse({**self.to_mapping(), **changes})
+
     def mixture_on_layer(self, layer: int) -> MixtureSettings | None:
         """The mixture of experts of one layer, ``None`` for a dense one."""
         return self.mixture if self.on_layer(layer).mixture else None
@@ -101,6 +136,8 @@ class ModelSettings(Settings):
                 f"head_size={self.head_size} with {name}.fraction={rope.fraction} rotates {rotated:g} channels; "
                 "the rotation needs an even number of them"
             )
+        if rope.scaling is not None and rope.scaling.kind == "ntk" and rotated == 2:
+            raise ValueError(f"{name}.scaling.kind=ntk changes the base of slower pairs, and only one pair rotates")
 
     @model_validator(mode="after")
     def _check_layers(self) -> ModelSettings:
