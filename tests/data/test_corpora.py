@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import io
+import json
 import tarfile
 from pathlib import Path
 
@@ -152,3 +153,19 @@ def test_the_real_default_corpus_has_its_known_size(tmp_path: Path):
 def test_the_real_speeches_have_their_known_number(tmp_path: Path):
     corpus = CorpusSettings(name="state_of_the_union", heldout_fraction=0.0)
     assert len(list(documents(corpus, "train", tmp_path))) == 233
+
+
+def test_retrieval_tasks_are_mixed_into_the_training_split_alone(tmp_path: Path):
+    text = tmp_path / "text.jsonl"
+    lines = [json.dumps({"text": f"{number} " + "plain words " * 90}) for number in range(200)]
+    text.write_text("\n".join(lines), encoding="utf-8")
+    plain = CorpusSettings(name="files", path=str(text), heldout_fraction=0.1)
+    mixed = plain.model_copy(update={"retrieval_share": 0.25, "retrieval_characters": 900})
+    found = list(documents(mixed, "train", tmp_path))
+    tasks = [document for document in found if (document.title or "").startswith("retrieval ")]
+    assert [document for document in found if document not in tasks] == list(documents(plain, "train", tmp_path))
+    assert list(documents(mixed, "heldout", tmp_path)) == list(documents(plain, "heldout", tmp_path))
+    share = sum(len(task.text) for task in tasks) / sum(len(document.text) for document in found)
+    assert share == pytest.approx(0.25, abs=0.01)
+    assert found[0] not in tasks and found[1] in tasks
+    assert all(len(task.text) <= 900 for task in tasks) and len(set(tasks)) == len(tasks)

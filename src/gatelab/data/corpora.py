@@ -20,6 +20,7 @@ from typing import Literal
 
 from gatelab.data.checksums import digest
 from gatelab.data.downloads import Archive, fetch
+from gatelab.data.retrieval import retrieval_documents
 from gatelab.data.settings import CorpusSettings
 from gatelab.data.text_files import Document, read_file, read_hugging_face, text_files, well_formed
 
@@ -48,8 +49,27 @@ def documents(settings: CorpusSettings, split: Split, cache: Path) -> Iterator[D
 
     Archives are downloaded to ``cache`` once. Memory does not grow with the corpus, apart from the archives of the
     built-in corpora, which are read whole (46 MB at most). Raises ``ValueError`` or ``OSError`` for a source that is
-    missing or unreadable.
+    missing or unreadable. Retrieval tasks that the settings ask for come on top, in the training split alone.
     """
+    found = _documents(settings, split, cache)
+    return _with_retrieval(found, settings) if split == "train" and settings.retrieval_share else found
+
+
+def _with_retrieval(found: Iterator[Document], settings: CorpusSettings) -> Iterator[Document]:
+    """Documents, each followed by as many tasks as keep their share of the bytes."""
+    tasks = retrieval_documents(0, settings.retrieval_characters)
+    per_byte = settings.retrieval_share / (1 - settings.retrieval_share)
+    owed = 0.0
+    for document in found:
+        yield document
+        owed += per_byte * len(document.text.encode())
+        while owed > 0:
+            task = next(tasks)
+            owed -= len(task.text)
+            yield task
+
+
+def _documents(settings: CorpusSettings, split: Split, cache: Path) -> Iterator[Document]:
     num_bytes = 0
     for count, document in enumerate(_read(settings, cache), start=1):
         if settings.max_bytes is not None:

@@ -16,6 +16,7 @@ from typing import Any
 
 from filelock import FileLock
 
+from gatelab.data import retrieval
 from gatelab.data.checksums import WAY_OUT, digest, recorded_checksum, verify_checksum, write_with_checksum
 from gatelab.data.corpora import Split, attribution, documents, estimated_bytes, identity, local_files
 from gatelab.data.settings import CorpusSettings, DataSettings
@@ -108,6 +109,7 @@ def _recipe(settings: DataSettings) -> dict[str, Any]:
         "version": VERSION,
         "settings": settings.model_dump(mode="json", include={"train", "heldout", "tokenizer", "tokens_per_shard"}),
         "sources": [identity(corpus) for corpus in corpora],
+        "retrieval_version": retrieval.VERSION,
         "tokenizer_sha256": None if path is None else sha256(tokenizer_file(Path(path))),
     }
 

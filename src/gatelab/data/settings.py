@@ -47,6 +47,13 @@ class CorpusSettings(Settings):
     heldout_fraction: float = Field(
         default=0.02, ge=0, le=1, description="share of the titles that is never trained on"
     )
+    retrieval_share: float = Field(
+        default=0.0,
+        ge=0,
+        lt=1,
+        description="share of the training text, in bytes, that is made-up retrieval tasks, mixed in",
+    )
+    retrieval_characters: int = Field(default=1600, ge=400, description="characters of the longest of these tasks")
 
     @property
     def label(self) -> str:
