@@ -56,7 +56,7 @@ def evaluate_tasks(
     opened = open_model(model, getattr(torch, evaluation.dtype))
     opened.model.to(evaluation.device)
     tokenizer = open_tokenizer(opened)
-    subject = Subject(opened, tokenizer, model_digest(opened.model, tokenizer))
+    subject = Subject(opened, tokenizer, model_digest(opened.model, tokenizer.backend_tokenizer.to_str()))
     results = []
     tasks = _run_plan(plan, subject, evaluation, folder)
     for result in chain(tasks, _run_domains(corpora, subject, evaluation, folder, cache)):

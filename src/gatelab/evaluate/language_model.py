@@ -84,7 +84,7 @@ def language_model(opened: OpenedModel, tokenizer: Any, batch_size: int) -> Any:
     return HFLM(pretrained=model, tokenizer=tokenizer, **options)  # pyright: ignore[reportCallIssue]
 
 
-def model_digest(model: nn.Module, tokenizer: Any) -> str:
+def model_digest(model: nn.Module, tokenizer_rules: str) -> str:
     """SHA-256 of all that decides a model's answers: its weights, its configuration, its tokenizer."""
     digest = hashlib.sha256()
     if isinstance(model, Decoder):
@@ -93,7 +93,7 @@ def model_digest(model: nn.Module, tokenizer: Any) -> str:
         config: Any = model.config
         known = {key: value for key, value in config.to_dict().items() if key not in UNIMPORTANT}
         digest.update(json.dumps(known, sort_keys=True, default=str).encode())
-    digest.update(tokenizer.backend_tokenizer.to_str().encode())
+    digest.update(tokenizer_rules.encode())
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy())

@@ -217,9 +217,12 @@ def heat_map(
     width = num_x * max(1, min(40, (_WIDTH // num_columns - 40) // num_x))  # whole pixels leave no seams
     height = num_y * max(6, min(26, 220 // num_y))
     cells = alt.Chart(width=width, height=height).mark_rect()
+    places = [(alt.X, x, alt.Scale(domain=values_of(data, x))), (alt.Y, y, alt.Scale(domain=values_of(data, y)))]
     cells = cells.encode(
-        alt.X(field=x.key, type="ordinal", title=x.heading, sort=None, axis=style.CELL_AXIS),
-        alt.Y(field=y.key, type="ordinal", title=y.heading, sort=None, axis=style.CELL_AXIS),
+        *(
+            channel(field=one.key, type="ordinal", title=one.heading, sort=None, scale=names, axis=style.CELL_AXIS)
+            for channel, one, names in places
+        ),
         alt.Color(field=value.key, type="quantitative", scale=scale, legend=legend),
         tooltip=style.tooltip_of(columns),
     )
