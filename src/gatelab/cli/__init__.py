@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from gatelab.cli import catalogue, models, studies, training
+from gatelab.cli import catalogue, long_context, models, studies, training
 
 COMMANDS = {
     "demo": training.demo,
@@ -16,6 +16,9 @@ COMMANDS = {
     "convert": models.convert,
     "add-gate": models.add_gate,
     "study": studies.study,
+    "extend": long_context.extend,
+    "stream": long_context.stream,
+    "prune": long_context.prune,
     "variants": catalogue.variants,
     "recipes": catalogue.recipes,
     "settings": catalogue.settings,
@@ -31,6 +34,7 @@ app = typer.Typer(
 )
 for _name, _command in COMMANDS.items():
     app.command(name=_name)(_command)
+app.add_typer(long_context.ruler_commands, name="ruler")
 
 
 def main() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from typer.core import TyperGroup
 
 from gatelab.cli.arguments import DEFAULT_CACHE, MODEL, Cache
 
@@ -62,8 +63,8 @@ def stream(
     from gatelab.evaluate.diagnosis import require_replaceable
     from gatelab.evaluate.texts import file_text
     from gatelab.files import default_folder
-    from gatelab.longcontext.streaming import StreamingTest, stream_models
-    from gatelab.longcontext.streaming_report import finding, streaming_table, write_streaming
+    from gatelab.longcontext.streaming.report import finding, streaming_table, write_streaming
+    from gatelab.longcontext.streaming.stream import StreamingTest, stream_models
     from gatelab.report.tables import to_terminal
 
     if text is not None and corpus is not None:
@@ -79,3 +80,142 @@ def stream(
         console.print(finding(one), markup=False, highlight=False)
     console.print(to_terminal(streaming_table(models)))
     console.print(f"Report: {page.resolve()}", soft_wrap=True, markup=False)
+
+
+def prune(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    presses: Annotated[
+        str | None, typer.Option(help="names with commas, @heads, @layers or @both after one: budget by gates")
+    ] = None,
+    budgets: Annotated[str, typer.Option(help="shares of the context's keys, with commas")] = "0.5,0.25,0.1",
+    text: Annotated[Path | None, typer.Option(help="read this text (.txt, .jsonl, .parquet)")] = None,
+    corpus: Annotated[str | None, typer.Option(help="or the held-out part of this corpus, by name")] = None,
+    context: Annotated[int, typer.Option(help="tokens whose keys are pruned")] = 1024,
+    continuation: Annotated[int, typer.Option(help="tokens after them, which are scored")] = 256,
+    samples: Annotated[int, typer.Option(help="texts, one after another in the source")] = 16,
+    step: Annotated[int, typer.Option(help="tokens that come between two cuts in decoding")] = 32,
+    ruler_length: Annotated[int | None, typer.Option(help="ask the mini tasks too, at so many tokens")] = None,
+    seed: Annotated[int, typer.Option(help="of the random press and the mini tasks")] = 0,
+    out: Annotated[Path | None, typer.Option(help="folder to write; runs/pruning/NAME when left out")] = None,
+    cache: Cache = DEFAULT_CACHE,
+) -> None:
+    """Prune a model's key/value cache in several ways and report what each costs at equal budget."""
+    from gatelab.data.settings import CorpusSettings
+    from gatelab.evaluate.texts import file_text
+    from gatelab.files import default_folder
+    from gatelab.longcontext.kv_pruning.judge import DEFAULT_PRESSES, judge, parse_budgets
+    from gatelab.longcontext.kv_pruning.report import pruning_table, require_replaceable, write_pruning
+    from gatelab.longcontext.kv_pruning.trial import Trial
+    from gatelab.report.tables import to_terminal
+
+    if text is not None and corpus is not None:
+        raise ValueError(f"--text {text} and --corpus {corpus} are two texts; give one of them")
+    source = CorpusSettings.parse({"name": corpus} if corpus else {}) if text is None else file_text(text)
+    trial = Trial(
+        source,
+        cache.expanduser(),
+        tuple((presses or DEFAULT_PRESSES).split(",")),
+        parse_budgets(budgets),
+        context=context,
+        continuation=continuation,
+        samples=samples,
+        step=step,
+        seed=seed,
+        ruler_length=ruler_length,
+    )
+    folder, console = out or default_folder("pruning", [model]), Console()
+    require_replaceable(folder)
+    verdict = judge(model, trial, lambda sentence: console.print(sentence, markup=False, highlight=False))
+    page = write_pruning(folder, verdict, shlex.join(["gatelab", *sys.argv[1:]]))
+    console.print(to_terminal(pruning_table(verdict)))
+    console.print(f"Report: {page.resolve()}", soft_wrap=True, markup=False)
+
+
+def ruler_make(
+    task: Annotated[str, typer.Option(help="names with commas; all are RULER's 13, mini those of our own")],
+    tokenizer: Annotated[str, typer.Option(help="folder or file with a tokenizer.json, GGUF file or hub name")],
+    length: Annotated[int, typer.Option(help="tokens of a sample, those to generate included and BOS not")],
+    out: Annotated[Path, typer.Option(help="file to write; a folder for more than one task")],
+    seed: Annotated[int, typer.Option(help="draws the samples")] = 42,
+    samples: Annotated[int, typer.Option(help="of each task")] = 500,
+    chat: Annotated[bool, typer.Option("--chat", help="put the question into the tokenizer's chat template")] = False,
+    essays: Annotated[Path | None, typer.Option(help="your file of essays (.txt, or RULER's .json)")] = None,
+    squad: Annotated[Path | None, typer.Option(help="your file of SQuAD 2.0")] = None,
+    hotpotqa: Annotated[Path | None, typer.Option(help="your file of HotpotQA")] = None,
+    stand_in: Annotated[bool, typer.Option("--stand-in", help="made-up text where no file is given")] = False,
+    cache: Cache = DEFAULT_CACHE,
+) -> None:
+    """Write RULER's samples as JSON lines, byte for byte as NVIDIA's generators do."""
+    from gatelab.evaluate.ruler.sample_sets import sample_table, write_sample_sets
+    from gatelab.evaluate.ruler.tasks import find_tasks
+    from gatelab.evaluate.ruler.texts import Texts, text_files
+    from gatelab.evaluate.ruler.tokens import open_tokenizer
+    from gatelab.report.tables import to_terminal
+
+    texts = Texts(cache.expanduser(), text_files(essays, squad, hotpotqa), not stand_in)
+    sets = write_sample_sets(
+        find_tasks(task), open_tokenizer(tokenizer), length, seed, samples, texts, "chat" if chat else "base", out
+    )
+    Console().print(to_terminal(sample_table(sets)))
+
+
+def ruler(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    lengths: Annotated[list[int], typer.Option(help="tokens of a sample with those to generate; may be given again")],
+    tasks: Annotated[str, typer.Option(help="names with commas; all are RULER's 13, mini those of our own")] = "mini",
+    samples: Annotated[int, typer.Option(help="of each task at each length")] = 100,
+    seed: Annotated[int, typer.Option(help="draws the samples")] = 42,
+    chat: Annotated[bool, typer.Option("--chat", help="put the question into the model's chat template")] = False,
+    essays: Annotated[Path | None, typer.Option(help="your file of essays (.txt, or RULER's .json)")] = None,
+    squad: Annotated[Path | None, typer.Option(help="your file of SQuAD 2.0")] = None,
+    hotpotqa: Annotated[Path | None, typer.Option(help="your file of HotpotQA")] = None,
+    stand_in: Annotated[bool, typer.Option("--stand-in", help="made-up text where no file is given")] = False,
+    batch_size: Annotated[int, typer.Option(help="samples at a time")] = 8,
+    dtype: Annotated[str, typer.Option(help="of weights and activations")] = "float32",
+    device: Annotated[str, typer.Option(help="where the model runs")] = "cpu",
+    out: Annotated[Path | None, typer.Option(help="folder of the results; runs/ruler/NAME when left out")] = None,
+    cache: Cache = DEFAULT_CACHE,
+) -> None:
+    """Ask a model RULER's tasks, or small ones in their manner; run again to continue."""
+    from gatelab.evaluate.ruler.page import ruler_page
+    from gatelab.evaluate.ruler.progress import ProgressLines
+    from gatelab.evaluate.ruler.results import score_table, write_results
+    from gatelab.evaluate.ruler.running import RulerSettings, evaluate_ruler
+    from gatelab.evaluate.ruler.texts import Texts, text_files
+    from gatelab.files import default_folder
+    from gatelab.report.page import write_page
+    from gatelab.report.tables import to_terminal
+
+    settings = RulerSettings.parse({
+        "tasks": tasks,
+        "lengths": tuple(lengths),
+        "samples": samples,
+        "seed": seed,
+        "prompt": "chat" if chat else "base",
+        "batch_size": batch_size,
+        "dtype": dtype,
+        "device": device,
+    })  # fmt: skip
+    texts = Texts(cache.expanduser(), text_files(essays, squad, hotpotqa), not stand_in)
+    folder, console = out or default_folder("ruler", [model]), Console()
+    watch = ProgressLines(lambda line: console.print(line, markup=False, highlight=False))
+    result = evaluate_ruler(model, settings, texts, folder, watch)
+    write_results(result, folder)
+    write_page(ruler_page(result, shlex.join(["gatelab", *sys.argv[1:]])), folder / "page.html")
+    console.print(to_terminal(score_table(result.cells)))
+    console.print(f"Report: {(folder / 'page.html').resolve()}", soft_wrap=True, markup=False)
+
+
+class ModelFirst(TyperGroup):
+    """``ruler MODEL`` is ``ruler run MODEL``: what is no command's name begins the arguments of ``run``."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """As in typer."""
+        if args and args[0] not in {*self.commands, "--help"}:
+            args = ["run", *args]
+        return super().parse_args(ctx, args)
+
+
+ruler_commands = typer.Typer(cls=ModelFirst, no_args_is_help=True, help="RULER: ask a model (run), or write samples.")
+ruler_commands.command("run")(ruler)
+ruler_commands.command("make")(ruler_make)

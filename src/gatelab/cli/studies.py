@@ -17,14 +17,10 @@ if TYPE_CHECKING:
 
 
 def study(
-    name: Annotated[
-        str, typer.Argument(help="a preset, a study.yaml; or status, report, compare, archive")
-    ],
+    name: Annotated[str, typer.Argument(help="a preset, a study.yaml; or status, report, compare, archive")],
     words: Annotated[
         list[str] | None,
-        typer.Argument(
-            help="KEY=VALUE for every arm; after status and the like: the folder", metavar="[WORD]..."
-        ),
+        typer.Argument(help="KEY=VALUE for every arm; after status and the like: the folder", metavar="[WORD]..."),
     ] = None,
     scale: Annotated[str | None, typer.Option(help="of a preset: mechanism, micro, mini, small or paper")] = None,
     seeds: Annotated[int | None, typer.Option(help="how many; the preset's when left out", min=1)] = None,

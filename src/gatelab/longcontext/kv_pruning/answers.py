@@ -1,0 +1,88 @@
+"""Whether a pruned model still finds what it is asked for: the mini tasks, in the manner of RULER, and not RULER.
+
+The whole prompt, its question included, is read before the cache is cut, once; the keys of the answer all stay. A press
+that looks at the newest queries therefore knows the question.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from gatelab.evaluate.generation import stop_ids_of
+from gatelab.evaluate.models import OpenedModel
+from gatelab.evaluate.ruler.sample import Sample
+from gatelab.evaluate.ruler.sample_sets import sample_set
+from gatelab.evaluate.ruler.scoring import score
+from gatelab.evaluate.ruler.tasks import MINI_TASKS, Task
+from gatelab.evaluate.ruler.texts import Texts
+from gatelab.evaluate.ruler.tokens import encode_prompt
+from gatelab.longcontext.kv_pruning.driver import PrunedReader, pruned
+from gatelab.longcontext.kv_pruning.presses import ORACLE, build_press
+from gatelab.longcontext.kv_pruning.trial import ANSWERS, FOUND, Score, Trial
+
+
+class Question(NamedTuple):
+    """One sample of a mini task, and its input (1 T) with one BOS."""
+
+    task: Task
+    sample: Sample
+    ids: Tensor
+
+    def share(self, answer: str) -> float:
+        """The share of the references that an answer holds, in percent."""
+        return score(self.task, [answer], [self.sample]).mean
+
+
+def mini_questions(opened: OpenedModel, trial: Trial, length: int) -> list[Question]:
+    """The samples of all mini tasks; ``ValueError`` for a length that a task or the model does not hold."""
+    bos_id, device = opened.tokenizer.bos_id, next(opened.model.parameters()).device
+    if bos_id is None:
+        raise ValueError(f"the tokenizer of {opened.name} has no BOS, with which the mini tasks begin")
+    if opened.max_context is not None and length > opened.max_context:
+        raise ValueError(f"mini tasks of {length} tokens are beyond the {opened.max_context} of {opened.name}")
+    texts, questions = Texts(trial.cache, {}, allow_download=False), []
+    for task in MINI_TASKS.values():
+        samples = sample_set(task, opened.tokenizer, length, trial.seed, trial.ruler_samples, texts).samples
+        for sample in samples:
+            ids = [bos_id, *encode_prompt(opened.tokenizer, sample.input, "base")]
+            questions.append(Question(task, sample, torch.tensor([ids], device=device)))
+    return questions
+
+
+def ask(opened: OpenedModel, trial: Trial, questions: Sequence[Question]) -> tuple[list[float], list[Score]]:
+    """What the unpruned model finds of each question, and what every arm but the oracle finds at every budget."""
+    whole, scores = [], []
+    for number, question in enumerate(questions):
+        with pruned(opened.model, None) as reader:
+            first = int(reader.read(question.ids)[0, -1].argmax())
+            whole.append(question.share(_answer(opened, reader, first, question.task.generated)))
+        for arm in trial.arms:
+            if arm.press == ORACLE:
+                continue
+            press = build_press(arm.press, trial.seed + number)
+            with pruned(opened.model, press, arm.allocation, trial.num_recent) as reader:
+                reader.read(question.ids)
+                read = reader.snapshot()
+                for budget in trial.budgets:
+                    reader.restore(read)
+                    reader.cut(trial.keys_at(budget, question.ids.shape[1]))
+                    share = question.share(_answer(opened, reader, first, question.task.generated))
+                    scores.append(Score(arm, ANSWERS, budget, number, FOUND, share))
+    return whole, scores
+
+
+def _answer(opened: OpenedModel, reader: PrunedReader, first: int, max_new_tokens: int) -> str:
+    """What a reader goes on with, greedily, after the token that its last logits chose."""
+    stop_ids, device = stop_ids_of(opened), next(opened.model.parameters()).device
+    written: list[int] = []
+    token = first
+    while token not in stop_ids:
+        written.append(token)
+        if len(written) == max_new_tokens:
+            break
+        token = int(reader.read(torch.tensor([[token]], device=device), observe=False)[0, -1].argmax())
+    return opened.tokenizer.decode(written)
