@@ -14,7 +14,8 @@ from gatelab.data.text_files import Document
 
 RetrievalKind = Literal["single", "multi_key", "multi_value", "multi_query", "variables", "common_words"]
 KINDS: tuple[RetrievalKind, ...] = get_args(RetrievalKind)
-VERSION = 1
+VERSION = 2
+NUM_FURTHER = 16
 NUM_ASKED = 3  # values of one key, keys asked for, names in a chain, common words
 SHORTEST_CHARACTERS = 400
 
@@ -43,16 +44,21 @@ NOISE: tuple[str, ...] = (
 
 
 class Retrieval(NamedTuple):
-    """``question`` is the whole text with what is asked; ``answer_prefix`` begins the answer."""
+    """``question`` is the whole text with what is asked; ``answer_prefix`` begins the answer.
+
+    ``further`` has more questions about the same text with their answers, for training: one answer in hundreds of
+    tokens is too little to learn from.
+    """
 
     question: str
     answer_prefix: str
     answers: list[str]
+    further: str = ""
 
     @property
     def document(self) -> str:
         """The task with its answer, to train on."""
-        return f"{self.question}{self.answer_prefix} {', '.join(self.answers)}."
+        return f"{self.question}{self.answer_prefix} {', '.join(self.answers)}.{self.further}"
 
 
 def retrieval_task(kind: RetrievalKind, seed: int, index: int, size: int, split: str = "heldout") -> Retrieval | None:
@@ -113,7 +119,7 @@ def _among_noise(source: random.Random, kind: RetrievalKind, size: int) -> Retri
 
 
 def _among_keys(source: random.Random, size: int) -> Retrieval:
-    """One key among others, each with a value of its own."""
+    """One key among others, each with a value of its own; up to 16 of those are asked for in training."""
     pairs = source.sample(range(len(NOUNS) * len(ADJECTIVES)), size + 1)
     keys = [f"{ADJECTIVES[pair % len(ADJECTIVES)]} {NOUNS[pair // len(ADJECTIVES)]}" for pair in pairs]
     value = source.randint(100, 999)
@@ -121,8 +127,12 @@ def _among_keys(source: random.Random, size: int) -> Retrieval:
     values = [value, *source.choices(others, k=size)]
     needles = [f"The code of {key} is {number}." for key, number in zip(keys, values, strict=True)]
     source.shuffle(needles)
+    further = "".join(
+        f" What is the code of {key}? The code of {key} is {number}."
+        for key, number in zip(keys[1 : 1 + NUM_FURTHER], values[1:], strict=False)
+    )
     question = f"{' '.join(needles)} What is the code of {keys[0]}?"
-    return Retrieval(question, f" The code of {keys[0]} is", [str(value)])
+    return Retrieval(question, f" The code of {keys[0]} is", [str(value)], further)
 
 
 def _variables(source: random.Random, size: int) -> Retrieval:

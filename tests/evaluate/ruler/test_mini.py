@@ -50,7 +50,12 @@ def test_a_task_has_the_answer_that_its_text_gives(kind: RetrievalKind):
         task = retrieval_task(kind, 5, index, 24 + index)
         assert task is not None
         assert solved(task.question) == task.answers
-        assert task.document == f"{task.question}{task.answer_prefix} {', '.join(task.answers)}."
+        assert task.document == f"{task.question}{task.answer_prefix} {', '.join(task.answers)}.{task.further}"
+        asked = re.findall(r" What is the code of ([a-z ]+)\? The code of \1 is (\d+)\.", task.further)
+        told = [f" What is the code of {key}? The code of {key} is {code}." for key, code in asked]
+        assert "".join(told) == task.further
+        assert all(task.question.count(f"The code of {key} is {code}.") == 1 for key, code in asked)
+        assert len({key for key, _ in asked}) == len(asked) == (16 if kind == "multi_key" else 0)
 
 
 def test_tasks_are_a_function_of_seed_index_and_split():
