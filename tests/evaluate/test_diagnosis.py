@@ -15,9 +15,9 @@ from tiny_models import write_text
 from gatelab.cli import main
 from gatelab.diagnose.page import diagnosis_page
 from gatelab.diagnose.results import COLUMNS, NamedResult
-from gatelab.evaluate import diagnosis
 from gatelab.evaluate.diagnosis import Diagnosis, Examination, diagnose, write_diagnosis
 from gatelab.evaluate.texts import file_text
+from gatelab.report import folder as report_folder
 from gatelab.report.page import render
 
 Command = Callable[..., tuple[object, str, str]]
@@ -73,7 +73,7 @@ def test_the_json_is_strict_and_comes_back(found: list[Diagnosis], written: Path
 @pytest.fixture
 def without_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawing takes most of the time of writing."""
-    monkeypatch.setattr(diagnosis, "save_chart", lambda chart, stem: None)
+    monkeypatch.setattr(report_folder, "save_chart", lambda chart, stem: None)
 
 
 @pytest.mark.usefixtures("without_figures")
@@ -112,7 +112,7 @@ def test_a_failure_leaves_the_earlier_diagnosis(
     def fail(*arguments: object) -> None:
         raise OSError("the disk is full")
 
-    monkeypatch.setattr(diagnosis, "save_chart", fail)
+    monkeypatch.setattr(report_folder, "save_chart", fail)
     with pytest.raises(OSError, match="the disk is full"):
         write_diagnosis(folder, found, "other command")
     assert {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()} == before
@@ -159,7 +159,7 @@ def test_clamping_needs_gates(llama: Path, text: Path, tmp_path: Path) -> None:
 def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
     """``command(*words)`` runs ``gatelab diagnose`` in an empty folder; gives exit code, output and errors."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(diagnosis, "save_chart", lambda chart, stem: None)
+    monkeypatch.setattr(report_folder, "save_chart", lambda chart, stem: None)
 
     def run_command(*words: str) -> tuple[object, str, str]:
         monkeypatch.setattr(sys, "argv", ["gatelab", "diagnose", *words])

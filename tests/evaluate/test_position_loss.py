@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gatelab.data.shards import TokenShards, write_shards
+from gatelab.data.shard_writing import write_shards
+from gatelab.data.shards import TokenShards
 from gatelab.data.tokenizer import train_tokenizer
 from gatelab.evaluate import position_loss
 from gatelab.evaluate.model_tokenizer import ModelTokenizer
@@ -82,6 +83,36 @@ def test_models_of_transformers_and_models_without_bos(decoder: Decoder) -> None
     torch.testing.assert_close(theirs.nats, ours.nats, rtol=1e-5, atol=1e-5)
     everything = position_losses(opened(decoder, bos_id=None), rows, LENGTH)
     assert everything.scored.sum() == ours.scored.sum() + 1 and everything.nats[1, 7] > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "jamba"])
+def test_models_of_transformers_are_read_by_pieces(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pieces that are no divisor of the length or the window; a recurrent state is read at once."""
+    model, rows = tiny_model(family), [*texts(), texts()[0][:11]]
+    whole = position_losses(opened(model), rows, LENGTH)
+    monkeypatch.setattr(position_loss, "HEAD_CHUNK", 5)
+    sizes: list[int] = []
+    model.get_output_embeddings().register_forward_hook(lambda head, given, logits: sizes.append(logits.shape[1]))
+    found = position_losses(opened(model), rows, LENGTH)
+    torch.testing.assert_close(found.nats, whole.nats, rtol=1e-5, atol=1e-5)
+    assert max(sizes) == (LENGTH - 1 if family == "jamba" else 5)
+
+
+def tiny_model(family: str) -> Any:
+    transformers = pytest.importorskip("transformers")
+    sizes = {
+        "vocab_size": V, "hidden_size": 48, "intermediate_size": 56, "num_hidden_layers": 3, "num_attention_heads": 6,
+        "num_key_value_heads": 2, "max_position_embeddings": 64, "pad_token_id": 1, "initializer_range": 0.3,
+    }  # fmt: skip
+    layers = {"sliding_window": 7, "layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
+    mamba = {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2, "mamba_d_state": 4}
+    configs = {
+        "llama": transformers.LlamaConfig(**sizes),
+        "gemma3": transformers.Gemma3TextConfig(**sizes, **layers, head_dim=8),
+        "jamba": transformers.JambaConfig(**sizes, **mamba),
+    }
+    torch.manual_seed(5)
+    return transformers.AutoModelForCausalLM.from_config(configs[family]).eval()
 
 
 def test_a_length_beyond_the_model_is_refused(decoder: Decoder) -> None:

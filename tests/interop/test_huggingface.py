@@ -235,6 +235,14 @@ def test_a_copy_is_a_copy() -> None:
     assert torch.equal(twin(token_ids()).logits, expected)
 
 
+def test_a_rotation_changed_in_place_is_refused() -> None:
+    _, model = tiny_pair("elementwise")
+    copy.deepcopy(model)(token_ids())
+    model.config.gatelab["rope"]["base"] = 77.0
+    with pytest.raises(ValueError, match=r"the rotation in config\.gatelab was changed in place"):
+        model(token_ids())
+
+
 def test_what_transformers_cannot_express_is_refused() -> None:
     with pytest.raises(ValueError, match="causal=False generates no text; it has no Hugging Face form"):
         from_decoder(tiny_decoder(tiny_settings(causal=False)))

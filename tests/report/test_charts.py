@@ -223,6 +223,11 @@ def test_a_colour_scale_starts_at_zero_or_at_the_smallest_negative_value() -> No
     assert domain([math.nan]) == domain([0.0, 0.0]) == [0.0, 1.0]
 
 
+def test_a_heat_map_may_end_where_its_scale_does() -> None:
+    spec = heat_map(head_rows(), HEAD, LAYER, SHARE, "By head", end=7.5).to_dict()
+    assert spec["encoding"]["color"]["scale"]["domain"] == [0, 7.5]
+
+
 def test_a_heat_map_takes_one_floor() -> None:
     floors = Reference("uniform attention", {"ungated": 0.0133})
     with pytest.raises(ValueError, match="'By head': a heat map has one colour scale, so its floor is one number"):

@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
-import re
-import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,20 +19,19 @@ from gatelab.diagnose.results import COLUMNS, NamedResult
 from gatelab.diagnose.verdict import verdict_of
 from gatelab.evaluate.clamp import probe_clamping
 from gatelab.evaluate.model_tokenizer import ModelTokenizer
-from gatelab.evaluate.models import OpenedModel, open_model
+from gatelab.evaluate.models import OpenedModel, open_model, short_names
 from gatelab.evaluate.precision import probe_precision
 from gatelab.evaluate.rows import Subject
 from gatelab.evaluate.texts import Windows, read_windows
-from gatelab.files import atomic_path, write_atomically
 from gatelab.gates.gate import Gate
-from gatelab.report.charts import save_chart
-from gatelab.report.page import Figure, Page, write_page
+from gatelab.report import folder as folders
+from gatelab.report.folder import to_csv, write_report
 
 SCHEMA_VERSION = 1
 DEFAULT_LENGTH = 4096
 DELIMITERS = (".", ",", ";", ":", "\n", "\n\n")
 DTYPES = {name: getattr(torch, name) for name in ("float32", "bfloat16", "float16", "float64")}
-_WRITTEN = {"metrics.json", "metrics.csv", "report.html", "figures"}
+_FILES = ("metrics.json", "metrics.csv")
 
 
 @dataclass(frozen=True)
@@ -81,7 +76,7 @@ def diagnose(names: Sequence[str], examination: Examination) -> list[Diagnosis]:
     """
     if len(set(names)) < len(names):
         raise ValueError(f"{names[0]} would be compared with itself; name another model, or leave out --compare")
-    labels = _short_names(names)
+    labels = short_names(names)
     opened = [open_model(name, DTYPES[examination.dtype]) for name in names]
     if examination.clamp and not any(map(_has_gates, opened)):
         raise ValueError(f"{' and '.join(names)}: no gates of GateLab's to clamp; leave out --clamp")
@@ -92,11 +87,7 @@ def diagnose(names: Sequence[str], examination: Examination) -> list[Diagnosis]:
 
 def require_replaceable(folder: Path) -> None:
     """Raise ``ValueError`` if writing a diagnosis to ``folder`` would remove anything but an earlier diagnosis."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; name a folder with --out")
-    others = sorted({path.name for path in folder.iterdir()} - _WRITTEN) if folder.is_dir() else []
-    if others:
-        raise ValueError(f"{folder} holds other files ({others[0]}); name a new folder with --out")
+    folders.require_replaceable(folder, _FILES)
 
 
 def write_diagnosis(folder: Path, diagnoses: Sequence[Diagnosis], command: str) -> Path:
@@ -104,19 +95,13 @@ def write_diagnosis(folder: Path, diagnoses: Sequence[Diagnosis], command: str) 
 
     The folder appears whole or not at all, in place of an earlier diagnosis. ``docs/diagnosis.md`` has the schema.
     """
-    require_replaceable(folder)
     results = [one.result for one in diagnoses]
-    page = diagnosis_page(results, command)
     metrics = {"schema_version": SCHEMA_VERSION, "command": command, "models": [one.mapping for one in diagnoses]}
-    with atomic_path(folder) as temporary:
-        (temporary / "figures").mkdir(parents=True)
-        write_atomically(temporary / "metrics.json", json.dumps(_for_json(metrics), indent=1, allow_nan=False) + "\n")
-        write_atomically(temporary / "metrics.csv", _to_csv(results))
-        write_page(page, temporary / "report.html")
-        _save_figures(page, temporary / "figures")
-        if folder.exists():
-            shutil.rmtree(folder)
-    return folder / "report.html"
+    texts = (
+        json.dumps(_for_json(metrics), indent=1, allow_nan=False) + "\n",
+        to_csv(COLUMNS, (row for result in results for row in result.rows)),
+    )
+    return write_report(folder, diagnosis_page(results, command), dict(zip(_FILES, texts, strict=True)))
 
 
 def _read(opened: OpenedModel, examination: Examination, length: int) -> Windows:
@@ -129,12 +114,6 @@ def _read(opened: OpenedModel, examination: Examination, length: int) -> Windows
         calibration_samples=examination.samples if examination.clamp and _has_gates(opened) else 0,
         max_context=opened.max_context,
     )
-
-
-def _short_names(names: Sequence[str]) -> list[str]:
-    """The last part of each path, if that tells them apart; a hub name is whole."""
-    short = [Path(name).resolve().name if Path(name).exists() else name for name in names]
-    return short if len(set(short)) == len(short) else list(names)
 
 
 def _diagnose(name: str, opened: OpenedModel, windows: Windows, examination: Examination) -> Diagnosis:
@@ -192,15 +171,6 @@ def _delimiters(tokenizer: ModelTokenizer) -> dict[str, list[int]]:
     return found
 
 
-def _to_csv(results: Sequence[NamedResult]) -> str:
-    text = io.StringIO()
-    writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(COLUMNS)
-    for result in results:
-        writer.writerows([row[column] for column in COLUMNS] for row in result.rows)
-    return text.getvalue()
-
-
 def _for_json(value: Any) -> Any:
     """The value with every number that JSON does not have (infinite, not a number) as null."""
     match value:
@@ -211,11 +181,3 @@ def _for_json(value: Any) -> Any:
         case float():
             return value if math.isfinite(value) else None
     return value
-
-
-def _save_figures(page: Page, folder: Path) -> None:
-    """Each chart as SVG, PDF and PNG, under its number on the page and its title."""
-    figures = [item for section in page.sections for item in section.content if isinstance(item, Figure)]
-    for number, figure in enumerate(figures, start=1):
-        title = re.sub(r"[^a-z0-9]+", "-", figure.chart.to_dict()["title"].lower()).strip("-")
-        save_chart(figure.chart, folder / f"{number:02}-{title}")

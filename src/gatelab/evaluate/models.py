@@ -152,3 +152,9 @@ def _describe(origin: str, model: nn.Module, dtype: torch.dtype) -> dict[str, An
         "torch": torch.__version__,
         "gatelab": gatelab.__version__,
     }
+
+
+def short_names(names: Sequence[str]) -> list[str]:
+    """The last part of each path, if that tells them apart; a hub name is whole."""
+    short = [Path(name).resolve().name if Path(name).exists() else name for name in names]
+    return short if len(set(short)) == len(short) else list(names)

@@ -6,10 +6,10 @@ Notation: N texts, T the length read of each; position p counts the tokens befor
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from jaxtyping import Bool, Float, Float64
+from jaxtyping import Bool, Float, Float64, Int
 from torch import Tensor
 
 from gatelab.data.shards import TokenShards
@@ -74,8 +74,8 @@ def position_losses(opened: OpenedModel, texts: Sequence[Sequence[int]], length:
     """Cross-entropy of each token of the first ``length`` tokens of each text; BOS, and what is not there, is not
     scored.
 
-    Texts are read one by one and whole, so memory is that of one forward pass (and, for a model of transformers, of
-    its logits). Raises ``ValueError`` for a ``length`` beyond what the model was made for.
+    Texts are read one by one, and logits are never held for more than ``HEAD_CHUNK`` tokens, but of a model with a
+    recurrent state. Raises ``ValueError`` for a ``length`` beyond what the model was made for.
     """
     if opened.max_context is not None and length > opened.max_context:
         raise ValueError(
@@ -114,15 +114,28 @@ def _long_documents(tokens: TokenShards, length: int, count: int) -> list[list[i
 
 def _nats(opened: OpenedModel, ids: Tensor) -> Float[Tensor, "P"]:
     """Cross-entropy of all tokens but the first."""
-    inputs, targets = ids[None, :-1], ids[None, 1:]
-    if not isinstance(opened.model, Decoder):
-        return token_nats(opened.model(inputs).logits, targets)[0].double().cpu()
-    pieces = opened.model.hidden(inputs).state.split(HEAD_CHUNK, dim=1)
-    nats = [
-        token_nats(opened.model.logits(state), target)
-        for state, target in zip(pieces, targets.split(HEAD_CHUNK, dim=1), strict=True)
-    ]
+    inputs, targets = ids[None, :-1], ids[1:]
+    nats, done = [], 0
+    for logits in _logits(opened.model, inputs):
+        nats.append(token_nats(logits, targets[None, done : done + logits.shape[1]]))
+        done += logits.shape[1]
     return torch.cat(nats, dim=1)[0].double().cpu()
+
+
+def _logits(model: Any, inputs: Int[Tensor, "1 P"]) -> Iterator[Float[Tensor, "1 _ V"]]:
+    """Logits of piece after piece. A model of transformers reads by pieces, through its cache; a recurrent state would
+    be lost between them (Jamba), so such a model reads all at once."""
+    if isinstance(model, Decoder):
+        for state in model.hidden(inputs).state.split(HEAD_CHUNK, dim=1):
+            yield model.logits(state)
+    elif inputs.shape[1] <= HEAD_CHUNK or model._is_stateful:
+        yield model(inputs).logits
+    else:
+        cache = None
+        for piece in inputs.split(HEAD_CHUNK, dim=1):
+            output = model(piece, cache=cache, use_cache=True)
+            cache = output.cache
+            yield output.logits
 
 
 def _bootstrapped(losses: PositionLosses, figures: Float64[Tensor, "N T"], seed: int) -> Iterator[Bucket]:

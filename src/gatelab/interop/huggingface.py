@@ -7,6 +7,7 @@ every ``attn_implementation`` shares them. Parameters carry the names of :class:
 
 from __future__ import annotations
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -113,6 +114,11 @@ class GateLabPreTrainedModel(PreTrainedModel):
             _start_gate(module)
 
 
+def _rotation(config: GateLabConfig) -> list[Any]:
+    """What of the model's settings decides its rotation, as the configuration has it now."""
+    return [(config.gatelab or {}).get(part) for part in ("rope", "layers")]
+
+
 def _start_gate(gate: Gate) -> None:
     """Zero weights and start biases where the specification asks for them; its projections are drawn already."""
     if gate.spec.source == "parameter":
@@ -136,6 +142,7 @@ class GateLabModel(GateLabPreTrainedModel):
         self.layers = nn.ModuleList(_layer(config, layer) for layer in range(settings.num_layers))
         self.norm = RMSNorm(settings.width, settings.norm_epsilon, settings.centred_norms)
         self.ropes = [settings.rope_on_layer(layer) for layer in range(settings.num_layers)]
+        self.rotation = copy.deepcopy(_rotation(config))
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -155,6 +162,11 @@ class GateLabModel(GateLabPreTrainedModel):
         """The state after the final norm, and the cache if one is used; positions count from 0 unless given."""
         if (input_ids is None) == (inputs_embeds is None):
             raise ValueError("give either input_ids or inputs_embeds")
+        if _rotation(self.config) != self.rotation:
+            raise ValueError(
+                "the rotation in config.gatelab was changed in place, which a model that is built does not follow; "
+                "change a decoder with gatelab.model.decoder.with_rope and convert that"
+            )
         x = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
         if use_cache and cache is None:
             cache = DynamicCache(config=self.config)

@@ -193,11 +193,13 @@ def heat_map(
     *,
     panel: Column | None = None,
     floor: Reference | None = None,
+    end: float | None = None,
 ) -> Chart:
     """A grid of cells coloured by value, one for each value of ``panel``, all on one colour scale.
 
     The scale starts at zero, at the smallest value where that is negative, or at the ``floor`` (one number): what
-    does not exceed its floor looks alike. A cell without a finite value stays empty.
+    does not exceed its floor looks alike. It ends at the largest value, or at ``end``. A cell without a finite value
+    stays empty.
     """
     columns = [*([panel] if panel else []), y, x, value]
     data = tidy(rows, columns, title)
@@ -208,7 +210,7 @@ def heat_map(
             raise ValueError(f"{title!r}: a heat map has one colour scale, so its floor is one number, not several")
         start = floor.value
         heading = f"{value.heading}, from {floor.label} ({value.text(start)})"
-    end = max([start, *values])
+    end = max([start, *values]) if end is None else end
     scale = alt.Scale(domain=[start, end if end > start else start + 1], clamp=True, nice=False)
     legend = alt.Legend(title=heading, gradientLength=200, gradientThickness=8, **style.scale_format(value))
     num_x, num_y = len(values_of(data, x)), len(values_of(data, y))

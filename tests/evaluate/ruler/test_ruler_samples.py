@@ -102,6 +102,17 @@ def test_no_samples_and_too_many_questions_are_refused(gpt2: ModelTokenizer, mad
         make_samples(RULER_TASKS["qa_1"], gpt2, 4096, 42, 1201, made_up)
 
 
+def test_a_bad_seed_and_a_folder_for_one_task_are_refused(gpt2: ModelTokenizer, made_up: Texts, tmp_path: Path):
+    for seed in (-1, 2**32):
+        with pytest.raises(
+            ValueError, match=rf"^seed={seed} is none that NVIDIA's generators take; give one from 0 to 4"
+        ):
+            make_samples(RULER_TASKS["vt"], gpt2, 1024, seed, 2, made_up)
+    message = rf"^--out {tmp_path} is a folder, and one task is written to a file; give {tmp_path}/vt\.jsonl$"
+    with pytest.raises(ValueError, match=message):
+        write_sample_sets([RULER_TASKS["vt"]], gpt2, 1024, 42, 2, made_up, "base", tmp_path)
+
+
 def test_word_pairs_are_the_sorted_product():
     adjectives, nouns = ["old", "old-fashioned", "ad hoc", "zany", "old"], ["zebra", "apple", "fashioned-apple", "box"]
     expected = sorted({f"{adjective}-{noun}" for adjective in adjectives for noun in nouns})

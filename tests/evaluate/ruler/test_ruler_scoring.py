@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from gatelab.evaluate.ruler.sample import Sample
-from gatelab.evaluate.ruler.scoring import clean, mean_of_tasks, score
+from gatelab.evaluate.ruler.scoring import clean, score
 from gatelab.evaluate.ruler.tasks import RULER_TASKS
 
 SAMPLES = [Sample(0, "", ["France", "in France"], 0), Sample(1, "", ["1234567", "7654321"], 0), Sample(2, "", ["a"], 0)]
@@ -15,7 +15,6 @@ def test_all_counts_the_share_of_references_and_part_any_of_them():
     assert every.per_sample == [50.0, 50.0, 0.0] and every.mean == pytest.approx(100 / 3) and every.empty == 1
     any_of = score(RULER_TASKS["qa_1"], predictions, SAMPLES)
     assert any_of.per_sample == [100.0, 100.0, 0.0] and any_of.mean == pytest.approx(200 / 3)
-    assert mean_of_tasks([every, any_of]) == pytest.approx(50.0)
 
 
 def test_only_qa_takes_any_reference():

@@ -168,11 +168,12 @@ def test_a_folder_with_other_settings_is_refused(
     change: dict[str, Any], message: str, texts: Texts, answers: Answers, tmp_path: Path
 ) -> None:
     ask(texts, tmp_path)
-    seen = len(answers.calls)
+    seen, made = len(answers.calls), {path.name for path in (texts.cache / "ruler").iterdir()}
     message = f"{tmp_path} holds an evaluation with {message}; name another folder with --out"
     with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
         ask(texts, tmp_path, **change)
     assert len(answers.calls) == seen
+    assert {path.name for path in (texts.cache / "ruler").iterdir()} == made, "no samples were made for it"
 
 
 def test_another_model_is_refused(
@@ -213,6 +214,7 @@ def test_predictions_for_other_samples_are_refused(texts: Texts, answers: Answer
         ({"lengths": (100,)}, "mini_single at length=100 is too short; it is made from 128"),
         ({"prompt": "chat"}, "prompt=chat needs a tokenizer with a chat template"),
         ({"lengths": ()}, "lengths cannot be ()"),
+        ({"device": "qpu"}, "device=qpu can't take tiny ("),
     ],
 )
 def test_bad_input_is_refused_before_any_work(

@@ -60,7 +60,7 @@ def _lead(cells: Sequence[Cell]) -> str:
 
 def _score_charts(cells: Sequence[Cell], context: str) -> list[Figure]:
     rows, note = cell_rows(cells), comparison_note(cells)
-    chart = heat_map(rows, _LENGTH, _TASK, _SCORE, "Score by task and length")
+    chart = heat_map(rows, _LENGTH, _TASK, _SCORE, "Score by task and length", end=100.0)
     figures = [Figure(chart, f"Each task at each length. {note}", SCORE, context)]
     means = mean_rows(cells)
     lengths = {row["length"] for row in means}
@@ -77,7 +77,7 @@ def _depth_map(cells: Sequence[Cell], context: str) -> list[Figure]:
         return []
     panel = _TASK if len({row["task"] for row in rows}) > 1 else None
     depth = Column("depth", "depth of the needle")
-    chart = heat_map(rows, _LENGTH, depth, _SCORE, "Needles found, by depth and length", panel=panel)
+    chart = heat_map(rows, _LENGTH, depth, _SCORE, "Needles found, by depth and length", panel=panel, end=100.0)
     caption = f"Tasks with one needle to find. {comparison_note(cells)}"
     return [Figure(chart, caption, f"{SCORE} {DEPTH}", context)]
 

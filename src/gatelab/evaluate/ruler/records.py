@@ -49,20 +49,25 @@ class RecordFolder:
         if (path / PREDICTIONS).is_dir():
             remove_leftovers(path / PREDICTIONS)
 
-    def begin(self, settings: Mapping[str, Any]) -> None:
-        """Start an evaluation here, or go on with one; ``ValueError`` names the first setting that it had otherwise."""
+    def require_same(self, settings: Mapping[str, Any]) -> None:
+        """``ValueError`` names the first setting that an evaluation in this folder had otherwise."""
         file = self.path / SETTINGS
-        settings = {"schema_version": SCHEMA_VERSION, **settings}
         if not file.exists():
-            write_atomically(file, json.dumps(settings, indent=1, ensure_ascii=False) + "\n")
             return
-        begun = _read(file)
-        for name in begun | settings:
-            if begun.get(name) != settings.get(name):
+        begun, asked = _read(file), _with_version(settings)
+        for name in begun | asked:
+            if begun.get(name) != asked.get(name):
                 raise ValueError(
-                    f"{self.path} holds an evaluation with {name}={begun.get(name)}, not {settings.get(name)}; "
+                    f"{self.path} holds an evaluation with {name}={begun.get(name)}, not {asked.get(name)}; "
                     "name another folder with --out"
                 )
+
+    def begin(self, settings: Mapping[str, Any]) -> None:
+        """Start an evaluation here, or go on with one; raises as :meth:`require_same`."""
+        self.require_same(settings)
+        file = self.path / SETTINGS
+        if not file.exists():
+            write_atomically(file, json.dumps(_with_version(settings), indent=1, ensure_ascii=False) + "\n")
 
     def record(self, task: str, length: int, samples_sha256: str) -> Record:
         """What is there of one task at one length, or an empty record; ``ValueError`` names a file that is damaged or
@@ -89,6 +94,10 @@ class RecordFolder:
 
     def _file(self, task: str, length: int) -> Path:
         return self.path / PREDICTIONS / f"{task}-{length}.json"
+
+
+def _with_version(settings: Mapping[str, Any]) -> dict[str, Any]:
+    return {"schema_version": SCHEMA_VERSION, **settings}
 
 
 def _read(file: Path) -> dict[str, Any]:

@@ -81,21 +81,23 @@ def evaluate_ruler(
     again, so a call that was stopped goes on with the next batch.
 
     Raises ``ValueError`` with one sentence, before the model reads anything, for an unknown task, a length that the
-    task or the model's context does not hold, a tokenizer without BOS, and a folder with an evaluation under other
-    settings; also for what :func:`open_model` and :func:`sample_set` refuse.
+    task or the model's context does not hold, a tokenizer without BOS, a device that is not there, and a folder with an
+    evaluation under other settings; also for what :func:`open_model` and :func:`sample_set` refuse.
     """
     tasks = find_tasks(settings.tasks)
     folder = RecordFolder(out)
     opened = open_model(model, getattr(torch, settings.dtype))
     _require_model(opened, settings.lengths)
+    context = _context(opened, settings, tasks, texts)
+    decides = {name: context[name] for name in DECIDES}
+    folder.require_same(decides)
+    _place(opened, settings.device)
     asked = [
         (task, _samples(opened, task, length, settings, texts))
         for task in tasks
         for length in sorted(set(settings.lengths))
     ]
-    context = _context(opened, settings, tasks, texts)
-    folder.begin({name: context[name] for name in DECIDES})
-    opened.model.to(settings.device)
+    folder.begin(decides)
     cells = []
     for task, samples in asked:
         record = _answer(opened, task, samples, settings, folder, watch)
@@ -113,6 +115,16 @@ def _require_model(opened: OpenedModel, lengths: Sequence[int]) -> None:
             f"length={longest} is beyond the {opened.max_context} tokens that {opened.name} was made for; take a "
             "smaller one, or extend the model with gatelab extend"
         )
+
+
+def _place(opened: OpenedModel, device: str) -> None:
+    try:
+        opened.model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).partition("\n")[0].rstrip(".")
+        raise ValueError(
+            f"device={device} can't take {opened.name} ({reason}); take cpu, or a device of torch"
+        ) from None
 
 
 def _samples(opened: OpenedModel, task: Task, length: int, settings: RulerSettings, texts: Texts) -> SampleSet:

@@ -98,6 +98,10 @@ def write_sample_sets(
     """Write the samples of one task to the file ``out``, or those of several to a folder, one file each; beside them
     ``NAME.about.json`` says what they are."""
     paths = [out] if len(tasks) == 1 else [out / f"{task.name}.jsonl" for task in tasks]
+    if len(tasks) == 1 and out.is_dir():
+        raise ValueError(
+            f"--out {out} is a folder, and one task is written to a file; give {out / tasks[0].name}.jsonl"
+        )
     sets = []
     for task, path in zip(tasks, paths, strict=True):
         require_folder(path.parent)

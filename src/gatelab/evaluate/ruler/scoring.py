@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from statistics import fmean
 from typing import NamedTuple
 
 from gatelab.evaluate.ruler.sample import Sample
@@ -34,11 +33,6 @@ def score(task: Task, predictions: Sequence[str | None], samples: Sequence[Sampl
     shares = [match(text, sample.outputs) for text, sample in zip(cleaned, samples, strict=True)]
     per_sample = [100 * share for share in shares]
     return TaskScore(task.name, 100 * sum(shares) / len(shares), per_sample, cleaned.count(""))
-
-
-def mean_of_tasks(scores: Sequence[TaskScore]) -> float:
-    """The score of a length: the plain mean of its tasks."""
-    return fmean(score.mean for score in scores)
 
 
 def clean(prediction: str | None) -> str:

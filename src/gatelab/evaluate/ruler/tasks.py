@@ -28,6 +28,8 @@ from gatelab.evaluate.ruler.word_counts import CommonWordBuilder, frequent_word_
 from gatelab.evaluate.ruler.words import listed_words, needle_words
 from gatelab.settings import nearest
 
+LENGTH_SHARE = 64  # a least length is found to one of so many parts
+
 
 @dataclass(frozen=True)
 class Making:
@@ -78,6 +80,8 @@ def make_samples(
     """
     if count < 1:
         raise ValueError(f"samples={count}: make at least one")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed={seed} is none that NVIDIA's generators take; give one from 0 to {2**32 - 1}")
     making = Making(counter(tokenizer), length, seed, count, texts, prompt or Prompt())
     if length < task.minimum_length:
         raise ValueError(f"{task.name} at length={length} is too short; it is made from {task.minimum_length} on")
@@ -104,12 +108,13 @@ def find_tasks(names: str) -> list[Task]:
 
 
 def _least_length(task: Task, making: Making, needed: int) -> int:
-    """About the least length at which all the samples can be made; each failure says what its sample needed."""
+    """About the least length at which all the samples can be made: each failure says what its sample needed, and the
+    next try gives it some more, so that there are few."""
     while True:
         try:
             task.make(replace(making, length=needed, tries=3))
         except DoesNotFit as error:
-            needed = max(error.needed, needed + 1)
+            needed = max(error.needed, needed + 1 + needed // LENGTH_SHARE)
         else:
             return needed
 
