@@ -16,6 +16,10 @@ SHORTER = {
     "train": ["train.steps=2", "train.schedule.warmup_steps=1", CORPUS, "--cache", "cache"],
     "add-gate": ["--train-steps", "2", CORPUS, "--cache", "cache"],
     "eval": ["--lengths", "500", "--max-new-tokens", "4"],
+    "extend": ["--train-tokens", "4096", "--texts", "2", "--cache", "cache"],
+    "ruler": ["--tasks", "mini_single", "--samples", "2", "--cache", "cache"],
+    "stream": ["--text", "text.txt", "--window", "32", "--tokens", "200"],
+    "prune": ["--text", "text.txt", "--context", "64", "--continuation", "8", "--samples", "2", "--presses", "h2o"],
     "diagnose": ["--text", "text.txt", "--length", "64", "--samples", "2"],
 }
 
@@ -29,7 +33,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_readme_has_commands():
-    assert len(COMMANDS) == 8
+    assert len(COMMANDS) == 12
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -16,17 +16,27 @@ from gatelab.evaluate.model_tokenizer import ModelTokenizer
 from gatelab.evaluate.models import OpenedModel
 from gatelab.evaluate.texts import file_text
 from gatelab.longcontext.kv_pruning import judge as judging
-from gatelab.longcontext.kv_pruning.judge import judge, mean_interval, parse_budgets
+from gatelab.longcontext.kv_pruning.judge import Verdict, judge, mean_interval, parse_budgets, parse_presses
 from gatelab.longcontext.kv_pruning.report import (
     ablation_rows,
     figure_rows,
     pruning_table,
-    require_replaceable,
     write_pruning,
 )
-from gatelab.longcontext.kv_pruning.trial import DECODING, DIVERGENCE, LOSS, PREFILL, Arm, Trial
+from gatelab.longcontext.kv_pruning.trial import (
+    ANSWERS,
+    DECODING,
+    DIVERGENCE,
+    FOUND,
+    LOSS,
+    PREFILL,
+    Arm,
+    Score,
+    Trial,
+)
+from gatelab.report import folder as report_folder
 
-CONTEXT, CONTINUATION, SAMPLES = 64, 19, 3
+CONTEXT, CONTINUATION, SAMPLES = 64, 11, 2
 PRESSES = ("random", "attention_value", "gated_attention", "gated_attention@heads", "oracle")
 
 
@@ -38,8 +48,7 @@ def make_trial(text: CorpusSettings, folder: Path, **changes: Any) -> Trial:
     return Trial(text, folder, **arguments | changes)
 
 
-@pytest.fixture(autouse=True)
-def tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
+def open_tiny(name: str, dtype: torch.dtype) -> OpenedModel:
     tokenizer = ModelTokenizer(
         encode=lambda text: [3 + ord(letter) % (VOCABULARY - 3) for letter in text],
         decode=lambda ids: "".join(chr(97 + number % 26) for number in ids),
@@ -47,70 +56,89 @@ def tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
         num_bos_added=0,
         vocab_size=VOCABULARY,
     )
+    return OpenedModel(name, "gatelab", build_decoder(name), tokenizer, 96, description={"class": "Decoder"})
 
-    def open_model(name: str, dtype: torch.dtype) -> OpenedModel:
-        return OpenedModel(name, "gatelab", build_decoder(name), tokenizer, 96, description={"class": "Decoder"})
 
-    monkeypatch.setattr(judging, "open_model", open_model)
+@pytest.fixture(autouse=True)
+def tiny_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judging, "open_model", open_tiny)
+
+
+def write_text(folder: Path) -> CorpusSettings:
+    letters = torch.randint(97, 123, (900,), generator=torch.Generator().manual_seed(0)).tolist()
+    (folder / "text.txt").write_text("".join(map(chr, letters)), encoding="utf-8")
+    return file_text(folder / "text.txt")
 
 
 @pytest.fixture
 def text(tmp_path: Path) -> CorpusSettings:
-    path = tmp_path / "text.txt"
-    letters = torch.randint(97, 123, (900,), generator=torch.Generator().manual_seed(0)).tolist()
-    path.write_text("".join(map(chr, letters)), encoding="utf-8")
-    return file_text(path)
+    return write_text(tmp_path)
 
 
-def test_what_is_judged_and_written(text: CorpusSettings, tmp_path: Path) -> None:
-    trial, said = make_trial(text, tmp_path), []
-    verdict = judge("sdpa_elementwise", trial, said.append)
+@pytest.fixture(scope="module")
+def judged(tmp_path_factory: pytest.TempPathFactory) -> Verdict:
+    folder, said = tmp_path_factory.mktemp("judged"), []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(judging, "open_model", open_tiny)
+        verdict = judge("sdpa_elementwise", make_trial(write_text(folder), folder), said.append)
     assert len(verdict.losses) == len(said) == SAMPLES and verdict.found == []
-    for arm in trial.arms:
+    return verdict
+
+
+def test_every_way_is_judged(judged: Verdict) -> None:
+    for arm in judged.trial.arms:
         uses = (PREFILL,) if arm.press == "oracle" else (PREFILL, DECODING)
         for metric in (LOSS, DIVERGENCE):
-            assert verdict.values(arm, PREFILL, 1.0, metric) == pytest.approx([0.0] * SAMPLES, abs=1e-9)
+            assert judged.values(arm, PREFILL, 1.0, metric) == pytest.approx([0.0] * SAMPLES, abs=1e-9)
         for use in uses:
-            divergences = verdict.values(arm, use, 0.25, DIVERGENCE)
+            divergences = judged.values(arm, use, 0.25, DIVERGENCE)
             assert len(divergences) == SAMPLES and min(divergences) > 1e-6
-    assert verdict.values(Arm("oracle", "uniform"), DECODING, 0.25, LOSS) == []
+    assert judged.values(Arm("oracle", "uniform"), DECODING, 0.25, LOSS) == []
+    assert all(row["samples"] == SAMPLES for row in figure_rows(judged))
 
+
+def test_what_is_written(judged: Verdict, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_folder, "save_chart", lambda chart, path: path.with_suffix(".png").touch())
+    answers = [
+        Score(arm, ANSWERS, budget, sample, FOUND, 50.0 * sample)
+        for arm in judged.trial.arms[:2]
+        for budget in judged.trial.budgets
+        for sample in range(SAMPLES)
+    ]
+    verdict = judged._replace(found=[100.0] * SAMPLES, scores=judged.scores + answers)
     page = write_pruning(tmp_path / "out", verdict, "gatelab prune sdpa_elementwise")
     written = json.loads((tmp_path / "out" / "pruning.json").read_text(encoding="utf-8"))
     assert written["context"]["trial"]["keys_re_rotated"] is False
-    assert written["unpruned_losses"] == verdict.losses
-    assert len(written["figures"]) == (4 * 2 + 1) * 2 * 2
+    assert written["unpruned_losses"] == verdict.losses and written["unpruned_found"] == verdict.found
+    assert len(written["figures"]) == (4 * 2 + 1) * 2 * 2 + 2 * 2
+    assert {row["keys"] for row in written["figures"] if row["use"] == ANSWERS} == {None}
+    assert {row["keys"] for row in written["figures"] if row["use"] == PREFILL} == {CONTEXT, CONTEXT // 4}
     with (tmp_path / "out" / "samples.csv").open(encoding="utf-8") as stream:
-        assert len(list(csv.DictReader(stream))) == len(verdict.scores) == len(written["figures"]) * SAMPLES
+        assert len(list(csv.DictReader(stream))) == len(verdict.scores)
     names = sorted(path.name for path in (tmp_path / "out" / "figures").glob("*.png"))
-    assert len(names) == 4
-    assert "gated_attention@heads" in page.read_text(encoding="utf-8")
+    assert len(names) == 5 and names[-1] == "05-references-found-in-the-mini-tasks.png"
+    text = page.read_text(encoding="utf-8")
+    assert "gated_attention@heads" in text and "references found, %" in text
     assert [row["press"] for row in pruning_table(verdict).rows][:3] == ["random", "random", "attention_value"]
-    write_pruning(tmp_path / "out", verdict, "again")
 
 
-def test_losses_are_those_of_the_scored_tokens(text: CorpusSettings, tmp_path: Path) -> None:
-    trial = make_trial(text, tmp_path, presses=("h2o",), budgets=(0.5,))
-    verdict = judge("sdpa_elementwise", trial)
-    letters = Path(str(text.path)).read_text(encoding="utf-8")[: CONTEXT + CONTINUATION - 1]
+def test_losses_are_those_of_the_scored_tokens(judged: Verdict) -> None:
+    letters = Path(str(judged.trial.text.path)).read_text(encoding="utf-8")[: CONTEXT + CONTINUATION - 1]
     ids = torch.tensor([[1, *(3 + ord(letter) % (VOCABULARY - 3) for letter in letters)]])
     log_probabilities = whole_logits(build_decoder("sdpa_elementwise"), ids).log_softmax(-1)[0]
     places = range(CONTEXT, CONTEXT + CONTINUATION - 1)
     expected = -sum(float(log_probabilities[place, ids[0, place + 1]]) for place in places) / len(places)
-    assert verdict.losses[0] == pytest.approx(expected, abs=1e-9)
+    assert judged.losses[0] == pytest.approx(expected, abs=1e-9)
 
 
-def test_gates_are_compared_with_the_same_way_without(text: CorpusSettings, tmp_path: Path) -> None:
-    trial = make_trial(text, tmp_path)
-    verdict = judge("sdpa_elementwise", trial)
-    rows = ablation_rows(verdict)
+def test_gates_are_compared_with_the_same_way_without(judged: Verdict) -> None:
+    rows = ablation_rows(judged)
     pairs = {row["pair"] for row in rows}
     assert pairs == {"gated_attention - attention_value", "gated_attention@heads - gated_attention"}
     row = next(row for row in rows if row["pair"].startswith("gated_attention -") and row["budget"] == 0.25)
-    gated, plain = (verdict.values(Arm(name, "uniform"), PREFILL, 0.25, LOSS) for name in row["pair"].split(" - "))
+    gated, plain = (judged.values(Arm(name, "uniform"), PREFILL, 0.25, LOSS) for name in row["pair"].split(" - "))
     differences = [one - other for one, other in zip(gated, plain, strict=True)]
     assert row["mean"] == pytest.approx(sum(differences) / SAMPLES)
-    assert all(row["samples"] == SAMPLES for row in figure_rows(verdict))
 
 
 def test_intervals_are_students() -> None:
@@ -124,6 +152,8 @@ def test_intervals_are_students() -> None:
     [
         ({"budgets": (0.5, 1.5)}, "budget 1.5 is no share of the cache; take one above 0, and 1 at most"),
         ({"budgets": (0.0,)}, "budget 0 is no share"),
+        ({"budgets": (0.5, 0.1, 0.5)}, "budget 0.5 is given twice; give each budget once"),
+        ({"presses": ("",)}, "there is no press ''"),
         ({"budgets": (float("nan"),)}, "budget nan is no share"),
         ({"presses": ("h20",)}, "there is no press 'h20'; did you mean 'h2o'"),
         ({"presses": ("h2o@head",)}, "there is no allocation 'head'; did you mean 'heads'"),
@@ -138,6 +168,12 @@ def test_bad_trials_are_refused(text: CorpusSettings, tmp_path: Path, changes: d
         make_trial(text, tmp_path, **changes)
 
 
+def test_presses_are_names_with_commas(text: CorpusSettings, tmp_path: Path) -> None:
+    assert parse_presses("h2o, snapkv") == ("h2o", "snapkv")
+    assert "random" in parse_presses(None) and parse_presses("") == ("",)
+    assert make_trial(text, tmp_path, presses=("h2o", "h2o@uniform", "h2o")).arms == [Arm("h2o", "uniform")]
+
+
 def test_budgets_are_read_as_numbers() -> None:
     assert parse_budgets("0.5,.1") == (0.5, 0.1)
     with pytest.raises(ValueError, match="are not numbers with commas between them, such as"):
@@ -145,7 +181,7 @@ def test_budgets_are_read_as_numbers() -> None:
 
 
 def test_what_the_model_cannot_is_refused_before_the_work(text: CorpusSettings, tmp_path: Path) -> None:
-    wanted = "context 90 and continuation 19 are 109 tokens, above the 96 that sdpa_elementwise was made for"
+    wanted = "context 90 and continuation 11 are 101 tokens, above the 96 that sdpa_elementwise was made for"
     with pytest.raises(ValueError, match=wanted):
         judge("sdpa_elementwise", make_trial(text, tmp_path, context=90))
     with pytest.raises(ValueError, match="press value_gate needs a gate on the value"):
@@ -153,13 +189,5 @@ def test_what_the_model_cannot_is_refused_before_the_work(text: CorpusSettings, 
     with pytest.raises(ValueError, match="allocation 'heads' divides the budget by mean gate scores"):
         judge("value_elementwise", make_trial(text, tmp_path, presses=("h2o@heads",)))
     Path(str(text.path)).write_text("a" * 120, encoding="utf-8")
-    with pytest.raises(ValueError, match="is too short for two samples of 83 tokens; give a longer one"):
+    with pytest.raises(ValueError, match="is too short for two samples of 75 tokens; give a longer one"):
         judge("sdpa_elementwise", make_trial(text, tmp_path))
-
-
-def test_other_files_stay(tmp_path: Path) -> None:
-    (tmp_path / "mine.txt").write_text("x", encoding="utf-8")
-    with pytest.raises(ValueError, match=r"holds other files \(mine.txt\); name a new folder with --out"):
-        require_replaceable(tmp_path)
-    with pytest.raises(ValueError, match="is a file; name a folder with --out"):
-        require_replaceable(tmp_path / "mine.txt")

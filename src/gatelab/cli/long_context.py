@@ -60,11 +60,11 @@ def stream(
 ) -> None:
     """Read a text longer than what the model remembers, with its first tokens kept and without."""
     from gatelab.data.settings import CorpusSettings
-    from gatelab.evaluate.diagnosis import require_replaceable
     from gatelab.evaluate.texts import file_text
     from gatelab.files import default_folder
-    from gatelab.longcontext.streaming.report import finding, streaming_table, write_streaming
+    from gatelab.longcontext.streaming.report import FILES, finding, streaming_table, write_streaming
     from gatelab.longcontext.streaming.stream import StreamingTest, stream_models
+    from gatelab.report.folder import require_replaceable
     from gatelab.report.tables import to_terminal
 
     if text is not None and corpus is not None:
@@ -73,7 +73,7 @@ def stream(
     test = StreamingTest(source, cache.expanduser(), window, tuple(kept or (0, 4)), tokens, samples)
     names = [model] if compare is None else [model, compare]
     folder, console = out or default_folder("streaming", names), Console()
-    require_replaceable(folder)
+    require_replaceable(folder, FILES)
     models = stream_models(names, test, lambda sentence: console.print(sentence, markup=False, highlight=False))
     page = write_streaming(folder, models, shlex.join(["gatelab", *sys.argv[1:]]))
     for one in models:
@@ -95,6 +95,8 @@ def prune(
     samples: Annotated[int, typer.Option(help="texts, one after another in the source")] = 16,
     step: Annotated[int, typer.Option(help="tokens that come between two cuts in decoding")] = 32,
     ruler_length: Annotated[int | None, typer.Option(help="ask the mini tasks too, at so many tokens")] = None,
+    ruler_samples: Annotated[int, typer.Option(help="of each mini task")] = 10,
+    recent: Annotated[int, typer.Option(help="newest keys that stay anyway, half of a budget at most")] = 32,
     seed: Annotated[int, typer.Option(help="of the random press and the mini tasks")] = 0,
     out: Annotated[Path | None, typer.Option(help="folder to write; runs/pruning/NAME when left out")] = None,
     cache: Cache = DEFAULT_CACHE,
@@ -103,9 +105,10 @@ def prune(
     from gatelab.data.settings import CorpusSettings
     from gatelab.evaluate.texts import file_text
     from gatelab.files import default_folder
-    from gatelab.longcontext.kv_pruning.judge import DEFAULT_PRESSES, judge, parse_budgets
-    from gatelab.longcontext.kv_pruning.report import pruning_table, require_replaceable, write_pruning
+    from gatelab.longcontext.kv_pruning.judge import judge, parse_budgets, parse_presses
+    from gatelab.longcontext.kv_pruning.report import FILES, pruning_table, write_pruning
     from gatelab.longcontext.kv_pruning.trial import Trial
+    from gatelab.report.folder import require_replaceable
     from gatelab.report.tables import to_terminal
 
     if text is not None and corpus is not None:
@@ -114,7 +117,7 @@ def prune(
     trial = Trial(
         source,
         cache.expanduser(),
-        tuple((presses or DEFAULT_PRESSES).split(",")),
+        parse_presses(presses),
         parse_budgets(budgets),
         context=context,
         continuation=continuation,
@@ -122,9 +125,11 @@ def prune(
         step=step,
         seed=seed,
         ruler_length=ruler_length,
+        ruler_samples=ruler_samples,
+        num_recent=recent,
     )
     folder, console = out or default_folder("pruning", [model]), Console()
-    require_replaceable(folder)
+    require_replaceable(folder, FILES)
     verdict = judge(model, trial, lambda sentence: console.print(sentence, markup=False, highlight=False))
     page = write_pruning(folder, verdict, shlex.join(["gatelab", *sys.argv[1:]]))
     console.print(to_terminal(pruning_table(verdict)))

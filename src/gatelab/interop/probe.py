@@ -6,7 +6,7 @@ function, which computes the output and its log-sum-exp, and one mask function (
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -179,7 +179,7 @@ class _Probe:
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **keywords: Any
     ) -> tuple[Tensor, None]:
         """The attention function that transformers calls: query (B H T C), key and value (B K S C) to (B T H C)."""
-        options = _attention_options(module, query, keywords)
+        options = attention_options(_name(module), query, keywords)
         query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
         options["visibility"] = _visibility(module, query, key, attention_mask, keywords)
         output, lse = attend(query, key, value, **options)
@@ -279,18 +279,21 @@ def _weight(projection: Any) -> Tensor | None:
     return weight.detach() if isinstance(projection, nn.Linear) else weight.detach().T
 
 
-def _attention_options(module: nn.Module, query: Tensor, keywords: dict[str, Any]) -> dict[str, Any]:
-    """Scale, softcap and learned sinks out of a model's keywords; ValueError for a keyword that we do not know."""
-    given = {name: value for name, value in keywords.items() if value is not None and value is not False}
+def attention_options(name: str, query: Tensor, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """``scale``, ``softcap`` and ``learned_sinks`` (1 H 1), from what transformers passes to an attention function.
+
+    ``query`` is (B H T C); ``name`` says in errors who calls. ``ValueError`` for dropout and for unknown keywords.
+    """
+    given = {word: value for word, value in keywords.items() if value is not None and value is not False}
     scale, softcap = given.pop("scaling", None), given.pop("softcap", None)
     sinks, dropout = given.pop("s_aux", None), given.pop("dropout", 0.0)
     if dropout:
-        raise ValueError(f"{_name(module)} drops attention with probability {dropout}; call model.eval() first")
+        raise ValueError(f"{name} drops attention with probability {dropout}; call model.eval() first")
     unknown = sorted(given.keys() - HARMLESS_KEYWORDS)
     if unknown:
         raise ValueError(
-            f"{_name(module)} asks its attention function for {', '.join(unknown)}, which may change the mathematics; "
-            "the model cannot be measured"
+            f"{name} asks its attention function for {', '.join(unknown)}, which may change the mathematics; the model "
+            "cannot be measured, streamed or pruned"
         )
     return {
         "scale": query.shape[-1] ** -0.5 if scale is None else float(scale),

@@ -6,7 +6,7 @@ that looks at the newest queries therefore knows the question.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -43,7 +43,10 @@ def mini_questions(opened: OpenedModel, trial: Trial, length: int) -> list[Quest
     if bos_id is None:
         raise ValueError(f"the tokenizer of {opened.name} has no BOS, with which the mini tasks begin")
     if opened.max_context is not None and length > opened.max_context:
-        raise ValueError(f"mini tasks of {length} tokens are beyond the {opened.max_context} of {opened.name}")
+        raise ValueError(
+            f"mini tasks of {length} tokens are beyond the {opened.max_context} that {opened.name} was made for; take "
+            "a smaller ruler_length, or extend it first"
+        )
     texts, questions = Texts(trial.cache, {}, allow_download=False), []
     for task in MINI_TASKS.values():
         samples = sample_set(task, opened.tokenizer, length, trial.seed, trial.ruler_samples, texts).samples
@@ -53,8 +56,16 @@ def mini_questions(opened: OpenedModel, trial: Trial, length: int) -> list[Quest
     return questions
 
 
-def ask(opened: OpenedModel, trial: Trial, questions: Sequence[Question]) -> tuple[list[float], list[Score]]:
-    """What the unpruned model finds of each question, and what every arm but the oracle finds at every budget."""
+def ask(
+    opened: OpenedModel,
+    trial: Trial,
+    questions: Sequence[Question],
+    say: Callable[[str], object] = lambda sentence: None,
+) -> tuple[list[float], list[Score]]:
+    """What the unpruned model finds of each question, and what every arm but the oracle finds at every budget.
+
+    ``say`` is told of each question.
+    """
     whole, scores = [], []
     for number, question in enumerate(questions):
         with pruned(opened.model, None) as reader:
@@ -72,6 +83,7 @@ def ask(opened: OpenedModel, trial: Trial, questions: Sequence[Question]) -> tup
                     reader.cut(trial.keys_at(budget, question.ids.shape[1]))
                     share = question.share(_answer(opened, reader, first, question.task.generated))
                     scores.append(Score(arm, ANSWERS, budget, number, FOUND, share))
+        say(f"question {number + 1} of {len(questions)}: {whole[-1]:.0f} % of its answers found unpruned")
     return whole, scores
 
 

@@ -58,7 +58,8 @@ class PrunedReader:
     def read(self, tokens: Int[Tensor, "B T"], observe: bool = True) -> Float[Tensor, "B T V"]:
         """Logits of the next T tokens, whose keys the cache then holds too.
 
-        ``observe=False`` saves the scores of keys; nothing can be cut after it.
+        The B texts are equally long: padding would be read, scored and kept as text. ``observe=False`` saves the scores
+        of keys; nothing can be cut after it.
         """
         assert self.run is not None, "a reader reads inside the context of pruned(...)"
         self._observing = observe and self.press is not None

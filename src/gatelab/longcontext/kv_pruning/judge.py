@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from scipy.special import stdtrit
 from torch import Tensor, nn
 
-from gatelab.evaluate.models import OpenedModel, open_model
+from gatelab.evaluate.models import OpenedModel, open_model, short_names
 from gatelab.evaluate.texts import SHORTEST, read_windows
 from gatelab.longcontext.kv_pruning.answers import ask, mini_questions
 from gatelab.longcontext.kv_pruning.driver import PrunedReader, foresee, pruned
@@ -64,6 +64,11 @@ def mean_interval(values: Sequence[float]) -> Interval:
     return Interval(mean, mean - half, mean + half)
 
 
+def parse_presses(words: str | None) -> tuple[str, ...]:
+    """Names with commas between them; those that need no gate when there are no words."""
+    return tuple(word.strip() for word in (DEFAULT_PRESSES if words is None else words).split(","))
+
+
 def parse_budgets(words: str) -> tuple[float, ...]:
     """Numbers with commas between them; ``ValueError`` for a word that is no number."""
     try:
@@ -73,7 +78,8 @@ def parse_budgets(words: str) -> tuple[float, ...]:
 
 
 def judge(name: str, trial: Trial, say: Callable[[str], object] = lambda sentence: None) -> Verdict:
-    """Prune one model in all ways of the trial and score what that does; ``say`` is told of each sample.
+    """Prune one model in all ways of the trial and score what that does; ``say`` is told of each
+    sample and question.
 
     Raises ``ValueError`` before the long work for a context beyond the model's, a text with fewer than two samples, and
     a press or allocation that needs a gate which the model lacks.
@@ -100,9 +106,9 @@ def judge(name: str, trial: Trial, say: Callable[[str], object] = lambda sentenc
         losses.append(loss)
         scores += found
         say(f"sample {sample + 1} of {len(tokens)}: {loss:.4f} nats a token unpruned")
-    found, answered = ask(opened, trial, questions)
+    found, answered = ask(opened, trial, questions, say)
     context = {**windows.context, **_describe(opened), "trial": trial.to_mapping()}
-    return Verdict(name, trial, context, losses, found, scores + answered)
+    return Verdict(short_names([name])[0], trial, context, losses, found, scores + answered)
 
 
 def _try(model: nn.Module, arm: Arm, tokens: Int[Tensor, "1 T"]) -> None:

@@ -15,7 +15,7 @@ from gatelab.diagnose.attention import widened
 from gatelab.diagnose.calls import AttentionCall, Visibility
 from gatelab.gates.gate import Gate
 from gatelab.interop.gate_recovery import recover_gate
-from gatelab.interop.probe import POSITION, attach_hugging_face
+from gatelab.interop.probe import POSITION, attach_hugging_face, attention_options
 from gatelab.longcontext.kv_pruning.cache import Query
 from gatelab.model.attention import GroupedQueryAttention
 from gatelab.model.cache import KVCache
@@ -153,14 +153,8 @@ class _HuggingFaceLayers:
             if not attention_mask.causal or attention_mask.documents is not None:
                 raise ValueError(f"{type(module).__name__} attends in chunks or both ways; its cache can't be pruned")
             window = window or attention_mask.window
-        scale, sinks = keywords.get("scaling"), keywords.get("s_aux")
-        asked = Query(
-            query=query.transpose(1, 2),
-            scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-            window=window,
-            softcap=keywords.get("softcap") or None,
-            learned_sinks=None if sinks is None else sinks.reshape(1, query.shape[1], 1),
-        )
+        options = attention_options(type(module).__name__, query, keywords)
+        asked = Query(query=query.transpose(1, 2), window=window, **options)
         self.output = self.caches.attend(module.layer_idx, asked, key.transpose(1, 2), value.transpose(1, 2))
         return self.output, None
 

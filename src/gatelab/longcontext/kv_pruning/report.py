@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
-import re
-import shutil
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from gatelab.files import atomic_path, write_atomically
 from gatelab.longcontext.kv_pruning.judge import METRICS, Verdict, mean_interval
 from gatelab.longcontext.kv_pruning.trial import ANSWERS, DECODING, FOUND, LOSS, PREFILL, Arm
-from gatelab.report.charts import Reference, line_chart, save_chart
-from gatelab.report.page import Figure, Page, Section, write_page
+from gatelab.report.charts import Reference, line_chart
+from gatelab.report.folder import to_csv, write_report
+from gatelab.report.page import Figure, Page, Section
 from gatelab.report.tables import Column, Table
 
 SCHEMA_VERSION = 1
-WRITTEN = {"pruning.json", "pruning.csv", "samples.csv", "report.html", "figures"}
+FILES = ("pruning.json", "pruning.csv", "samples.csv")
 COLUMNS = ("model", "press", "allocation", "use", "budget", "keys", "metric", "mean", "low", "high", "samples")
 SAMPLE_COLUMNS = ("model", "press", "allocation", "use", "budget", "sample", "metric", "value")
 USES = {
@@ -33,6 +29,10 @@ ANSWERS_TEXT = (
     "Small retrieval tasks in the manner of RULER, which are not RULER's: references found, in percent. The whole "
     "prompt is read before the cut, its question included; the keys of the answer all stay."
 )
+INTERVALS_TEXT = (
+    "Means over samples with 95 % t intervals. All ways saw the same samples, so two of them may differ surely though "
+    "their intervals overlap: compare their samples in pairs, from samples.csv."
+)
 DEFINITION = (
     "Mean over the continuation's predictions, all but the first; then over samples, with the 95 % t interval over "
     "samples. The budget is the share of the context's keys that a key/value head keeps on average. Every press keeps "
@@ -41,15 +41,20 @@ DEFINITION = (
 
 
 def figure_rows(verdict: Verdict) -> list[dict[str, Any]]:
-    """One row for each arm, use, budget and metric: the mean over samples with its interval."""
+    """One row for each arm, use, budget and metric: the mean over samples with its interval.
+
+    ``keys`` are those of a head on average; ``None`` for the mini tasks, whose prompts are not equally long.
+    """
     rows = []
     for arm, use, budget, metric in dict.fromkeys((*score[:3], score.metric) for score in verdict.scores):
         values = verdict.values(arm, use, budget, metric)
-        where = {"use": use, "budget": budget, "keys": verdict.trial.keys_at(budget), "metric": metric}
+        keys = None if use == ANSWERS else verdict.trial.keys_at(budget)
+        where = {"use": use, "budget": budget, "keys": keys, "metric": metric}
+        interval = mean_interval(values)
         rows.append(
             {"model": verdict.name, **arm._asdict(), "label": arm.label, **where}
-            | mean_interval(values)._asdict()
-            | {"samples": len(values)}
+            | interval._asdict()
+            | {"interval": (interval.low, interval.high), "samples": len(values)}
         )
     return rows
 
@@ -109,6 +114,7 @@ def pruning_page(verdict: Verdict, command: str) -> Page:
         ]  # fmt: skip
         text = "Each gated way minus the same way without gates on the same samples; below zero the gate helps."
         sections.append(Section("What the gate adds", text, [Table(columns, ablations)]))
+    sections.append(Section("Every figure", INTERVALS_TEXT, [_figure_table(rows)]))
     return Page(
         title=f"Pruning the key/value cache of {verdict.name}",
         lead=_lead(verdict, rows),
@@ -116,6 +122,15 @@ def pruning_page(verdict: Verdict, command: str) -> Page:
         sections=[section for section in sections if section.content],
         environment={key: str(value) for key, value in verdict.context.items()},
     )
+
+
+def _figure_table(rows: Sequence[dict[str, Any]]) -> Table:
+    columns = [
+        Column("label", "press"), Column("use", "use"), Column("budget", "budget", ".0%"), Column("keys", "keys", "d"),
+        Column("title", "figure"), Column("mean", "mean", ".4f"), Column("interval", "95 % interval", ".4f"),
+    ]  # fmt: skip
+    titles = {**METRICS, FOUND: "references found, %"}
+    return Table(columns, [row | {"title": titles[row["metric"]]} for row in rows])
 
 
 def _lead(verdict: Verdict, rows: Sequence[dict[str, Any]]) -> str:
@@ -176,22 +191,12 @@ def _context_line(verdict: Verdict) -> str:
     return f"{verdict.name}; text {context['text']}; {len(verdict.losses)} samples; BOS {context['bos']}"
 
 
-def require_replaceable(folder: Path) -> None:
-    """Raise ``ValueError`` if writing to ``folder`` would remove anything but an earlier report of this kind."""
-    if folder.exists() and not folder.is_dir():
-        raise ValueError(f"{folder} is a file; name a folder with --out")
-    others = sorted({path.name for path in folder.iterdir()} - WRITTEN) if folder.is_dir() else []
-    if others:
-        raise ValueError(f"{folder} holds other files ({others[0]}); name a new folder with --out")
-
-
 def write_pruning(folder: Path, verdict: Verdict, command: str) -> Path:
     """Write the page, ``pruning.json``, ``pruning.csv``, ``samples.csv`` and ``figures/``; returns the page's path.
 
     The folder appears whole or not at all, in place of an earlier one.
     """
-    require_replaceable(folder)
-    page, rows = pruning_page(verdict, command), figure_rows(verdict)
+    rows = figure_rows(verdict)
     samples = [
         {"model": verdict.name, **score.arm._asdict(), **{key: getattr(score, key) for key in SAMPLE_COLUMNS[3:]}}
         for score in verdict.scores
@@ -208,24 +213,9 @@ def write_pruning(folder: Path, verdict: Verdict, command: str) -> Path:
             {key: value for key, value in row.items() if key != "interval"} for row in ablation_rows(verdict)
         ],
     }
-    with atomic_path(folder) as temporary:
-        (temporary / "figures").mkdir(parents=True)
-        write_atomically(temporary / "pruning.json", json.dumps(whole, indent=1, allow_nan=False) + "\n")
-        write_atomically(temporary / "pruning.csv", _to_csv(COLUMNS, rows))
-        write_atomically(temporary / "samples.csv", _to_csv(SAMPLE_COLUMNS, samples))
-        write_page(page, temporary / "report.html")
-        figures = [item for section in page.sections for item in section.content if isinstance(item, Figure)]
-        for number, figure in enumerate(figures, start=1):
-            title = re.sub(r"[^a-z0-9]+", "-", figure.chart.to_dict()["title"].lower()).strip("-")
-            save_chart(figure.chart, temporary / "figures" / f"{number:02}-{title}")
-        if folder.exists():
-            shutil.rmtree(folder)
-    return folder / "report.html"
-
-
-def _to_csv(columns: Sequence[str], rows: Sequence[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, columns, extrasaction="ignore", lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
+    texts = (
+        json.dumps(whole, indent=1, allow_nan=False) + "\n",
+        to_csv(COLUMNS, rows),
+        to_csv(SAMPLE_COLUMNS, samples),
+    )
+    return write_report(folder, pruning_page(verdict, command), dict(zip(FILES, texts, strict=True)))

@@ -57,6 +57,8 @@ class Trial:
         if not self.presses or not self.budgets:
             raise ValueError("nothing would be pruned; name at least one press and one budget")
         for budget in self.budgets:
+            if self.budgets.count(budget) > 1:
+                raise ValueError(f"budget {budget:g} is given twice; give each budget once")
             if not 0 < budget <= 1:
                 raise ValueError(f"budget {budget:g} is no share of the cache; take one above 0, and 1 at most")
         if self.context < SHORTEST:
@@ -74,8 +76,8 @@ class Trial:
 
     @property
     def arms(self) -> list[Arm]:
-        """The presses with their allocations."""
-        return [self._arm(word) for word in dict.fromkeys(self.presses)]
+        """The presses with their allocations, each once."""
+        return list(dict.fromkeys(self._arm(word) for word in self.presses))
 
     @staticmethod
     def _arm(word: str) -> Arm:

@@ -16,7 +16,7 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from gatelab.interop.probe import HARMLESS_KEYWORDS
+from gatelab.interop.probe import attention_options
 from gatelab.longcontext.streaming.cache import LayerStream, Logits, WindowCache
 
 _SOFTMAX_LAYERS = {"full_attention", "sliding_attention"}
@@ -158,14 +158,6 @@ class _HuggingFaceStream:
 
 def _logits(family: str, query: Float[Tensor, "B H T C"], keywords: dict[str, Any]) -> Logits:
     """Scale, softcap and learned sinks out of a model's keywords; ValueError for a keyword that we do not know."""
-    given = {name: value for name, value in keywords.items() if value is not None and value is not False}
-    scale, softcap, sinks = given.pop("scaling", None), given.pop("softcap", None), given.pop("s_aux", None)
-    if given.pop("dropout", 0.0):
-        raise ValueError(f"{family} drops attention at random; call model.eval() first")
-    if unknown := sorted(given.keys() - HARMLESS_KEYWORDS):
-        raise ValueError(f"{family} asks its attention function for {unknown[0]}, which a stream does not know")
-    return Logits(
-        scale=query.shape[-1] ** -0.5 if scale is None else float(scale),
-        softcap=softcap,
-        sink=None if sinks is None else lambda query: sinks.reshape(1, -1, 1),
-    )
+    options = attention_options(family, query, keywords)
+    sinks = options["learned_sinks"]
+    return Logits(options["scale"], options["softcap"], None if sinks is None else lambda query: sinks)

@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
-import re
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from gatelab.evaluate.diagnosis import require_replaceable
-from gatelab.files import atomic_path, write_atomically
 from gatelab.longcontext.streaming.cache import WindowCache
 from gatelab.longcontext.streaming.statistics import BLOCK, Mean, StreamSummary, bin_rows, summarize
 from gatelab.longcontext.streaming.stream import StreamedModel
-from gatelab.report.charts import Reference, line_chart, save_chart
-from gatelab.report.page import Figure, Page, Section, write_page
+from gatelab.report.charts import Reference, line_chart
+from gatelab.report.folder import to_csv, write_report
+from gatelab.report.page import Figure, Page, Section
 from gatelab.report.tables import Column, Table
 
 SCHEMA_VERSION = 1
+FILES = ("metrics.json", "metrics.csv")
 _WIDEST = 40
 _POSITION = Column("middle", "position in the text", ",.0f", "tokens")
 _METHOD = (
@@ -44,20 +40,10 @@ def write_streaming(folder: Path, models: Sequence[StreamedModel], command: str)
 
     The folder appears whole or not at all, in place of an earlier report; ``docs/streaming.md`` has the schema.
     """
-    require_replaceable(folder)
-    page, rows = streaming_page(models, command), _rows(models)
+    rows = [row for model in models for row in bin_rows(model)]
     metrics = {"schema_version": SCHEMA_VERSION, "command": command, "models": [_mapping(model) for model in models]}
-    with atomic_path(folder) as temporary:
-        (temporary / "figures").mkdir(parents=True)
-        write_atomically(temporary / "metrics.json", json.dumps(metrics, indent=1, allow_nan=False) + "\n")
-        write_atomically(temporary / "metrics.csv", _to_csv(rows))
-        write_page(page, temporary / "report.html")
-        for number, figure in enumerate(_figures(page), start=1):
-            title = re.sub(r"[^a-z0-9]+", "-", figure.chart.to_dict()["title"].lower()).strip("-")
-            save_chart(figure.chart, temporary / "figures" / f"{number:02}-{title}")
-        if folder.exists():
-            shutil.rmtree(folder)
-    return folder / "report.html"
+    texts = json.dumps(metrics, indent=1, allow_nan=False) + "\n", to_csv(list(rows[0]), rows)
+    return write_report(folder, streaming_page(models, command), dict(zip(FILES, texts, strict=True)))
 
 
 def streaming_page(models: Sequence[StreamedModel], command: str) -> Page:
@@ -185,24 +171,8 @@ def _short(value: object) -> str | None:
     return None if value is None else text if len(text) <= _WIDEST else f"{text[:_WIDEST]}..."
 
 
-def _figures(page: Page) -> list[Figure]:
-    return [item for section in page.sections for item in section.content if isinstance(item, Figure)]
-
-
 def _within(mean: Mean) -> str:
     return "" if mean.low is None else f" (95 %: {mean.low:+.3f} to {mean.high:+.3f})"
-
-
-def _rows(models: Sequence[StreamedModel]) -> list[dict[str, Any]]:
-    return [row for model in models for row in bin_rows(model)]
-
-
-def _to_csv(rows: Sequence[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def _mapping(model: StreamedModel) -> dict[str, Any]:

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from gatelab.data.settings import CorpusSettings
-from gatelab.evaluate.models import OpenedModel, open_model
+from gatelab.evaluate.models import OpenedModel, open_model, short_names
 from gatelab.evaluate.texts import Windows, read_windows
 from gatelab.longcontext.streaming.cache import WindowCache
 from gatelab.longcontext.streaming.models import require_streamable, streaming
@@ -106,7 +106,10 @@ def stream_models(
         num_tokens = text.tokens.shape[1]
         _require_eviction(num_tokens, test.caches, f"the text {test.text.label} of {num_tokens} tokens")
         require_streamable(one.model, test.caches, text.tokens)
-    return [_stream(*each, test, say) for each in zip(_short_names(names), opened, texts, strict=True)]
+        if text.tokens.shape != (test.samples, test.tokens):
+            found, asked = f"{len(text.tokens)} x {num_tokens:,}", f"{test.samples} x {test.tokens:,}"
+            say(f"{one.name}: the text {test.text.label} holds {found} of the {asked} tokens asked for")
+    return [_stream(*each, test, say) for each in zip(short_names(names), opened, texts, strict=True)]
 
 
 @torch.no_grad()
@@ -155,9 +158,3 @@ def _require_eviction(num_tokens: int, caches: Sequence[WindowCache], what: str)
             f"{what} evicts nothing: window={largest.window} and kept={largest.kept} hold {largest.capacity} tokens; "
             "take a longer text or a smaller window"
         )
-
-
-def _short_names(names: Sequence[str]) -> list[str]:
-    """The last part of each path, if that tells them apart; a hub name is whole."""
-    short = [Path(name).resolve().name if Path(name).exists() else name for name in names]
-    return short if len(set(short)) == len(short) else list(names)
