@@ -28,7 +28,7 @@ def keep(names: Sequence[str], test: StreamingTest, target: Path) -> None:
     models = stream_models(names, test, print)
     with tempfile.TemporaryDirectory() as temporary:
         written = Path(temporary) / "streaming"
-        write_streaming(written, models, "python benchmarks/streaming.py")
+        write_streaming(written, models, f"python benchmarks/streaming.py --tokens {test.tokens}")
         shutil.rmtree(target, ignore_errors=True)
         shutil.copytree(written, target, ignore=shutil.ignore_patterns("*.svg", "*.pdf"))
 
