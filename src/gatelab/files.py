@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import re
 import shutil
@@ -125,3 +126,15 @@ def default_folder(kind: str, names: Sequence[str]) -> Path:
     """``runs/KIND/NAME``, after the last part of each path or hub name."""
     parts = [re.sub(r"[^\w.-]+", "_", Path(name).name).strip("._-") or "model" for name in names]
     return Path("runs") / kind / "-and-".join(parts)
+
+
+def parse_json(text: str | bytes) -> Any:
+    """The value of JSON text from outside; ``json.JSONDecodeError``, a ``ValueError``, for whatever can't be read."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError:
+        raise
+    except RecursionError:
+        raise json.JSONDecodeError("it is nested too deeply", "", 0) from None
+    except ValueError as error:  # no UTF-8, or a number of thousands of digits
+        raise json.JSONDecodeError(str(error), "", 0) from None

@@ -14,6 +14,10 @@ import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
+MOST_CHARACTERS = 1_000_000
+MOST_MISTAKES = 20
+MOST_DEPTH = 50
+
 
 class Settings(BaseModel):
     """A frozen record whose unknown keys and impossible values are refused with the nearest right name.
@@ -30,15 +34,18 @@ class Settings(BaseModel):
         try:
             return cls.model_validate(data)
         except ValidationError as error:
-            lines = [_explain(detail, cls) for detail in error.errors()]
+            details = error.errors(include_url=False)
+            lines = [_explain(detail, cls) for detail in details[:MOST_MISTAKES]]
+            if len(details) > MOST_MISTAKES:
+                lines.append(f"and {len(details) - MOST_MISTAKES} mistakes more")
             raise ValueError("\n".join(lines)) from None
 
     @classmethod
     def from_yaml(cls, text: str) -> Self:
         """Read the record from YAML text, as :meth:`to_yaml` writes it."""
         try:
-            data = yaml.safe_load(text)
-        except yaml.YAMLError as error:
+            data = _read_yaml(text)
+        except ValueError as error:
             raise ValueError(f"a {cls.__name__} file is not readable as YAML: {error}") from None
         if not isinstance(data, Mapping):
             raise ValueError(f"a {cls.__name__} file holds a mapping of names to values, not {type(data).__name__}")
@@ -85,10 +92,39 @@ def nearest(name: str, choices: Iterable[str]) -> str:
     return f"{guess}the choices are: {', '.join(choices)}"
 
 
+class _PlainLoader(yaml.SafeLoader):
+    """YAML without tags and aliases: a few lines of aliases can stand for more than memory holds."""
+
+    depth = 0
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        event: Any = self.peek_event()
+        if self.depth > MOST_DEPTH:
+            raise yaml.YAMLError("it is nested too deeply")
+        if isinstance(event, yaml.AliasEvent):
+            raise yaml.YAMLError(f"settings have no aliases, but there is one at *{event.anchor}; write the value out")
+        if event.tag is not None:
+            raise yaml.YAMLError(f"settings have no tags, but there is one: {event.tag}; write the plain value")
+        self.depth += 1
+        node = super().compose_node(parent, index)
+        self.depth -= 1
+        return node
+
+
+def _read_yaml(text: str) -> Any:
+    """The plain value of YAML text; ``ValueError`` for whatever is none, too long, or nested without measure."""
+    if len(text) > MOST_CHARACTERS:
+        raise ValueError(f"it has {len(text):,} characters, more than the {MOST_CHARACTERS:,} that are read")
+    try:
+        return yaml.load(text, _PlainLoader)
+    except (yaml.YAMLError, ValueError) as error:
+        raise ValueError(str(error)) from None
+
+
 def _read_value(text: str, override: str) -> Any:
     try:
-        return yaml.safe_load(text)
-    except yaml.YAMLError:
+        return _read_yaml(text)
+    except ValueError:
         raise ValueError(f"the value in {override!r} is not readable as YAML; quote it if it is text") from None
 
 
@@ -131,16 +167,21 @@ def _explain(detail: ErrorDetails, owner: type[BaseModel]) -> str:
     where = ".".join(parts) or owner.__name__
     given = detail["input"]
     if detail["type"] == "extra_forbidden":
-        return f"{where!r} is unknown; {nearest(parts[-1], _fields_at(owner, parts[:-1]))}"
+        return f"{where!r} is unknown; {nearest(parts[-1][:100], _fields_at(owner, parts[:-1]))}"
     if detail["type"] == "literal_error":
         choices = detail.get("ctx", {})["expected"].replace(" or ", ", ").replace("'", "").split(", ")
-        return f"{where} cannot be {given!r}; {nearest(str(given), choices)}"
+        return f"{where} cannot be {_shown(given)}; {nearest(str(given)[:100], choices)}"
     if detail["type"] == "missing":
         return f"{where} is missing: it has no default"
     message = detail["msg"].removeprefix("Value error, ")
     if detail["type"] == "value_error":
         return f"{where}: {message}" if parts else message
-    return f"{where} cannot be {given!r}: {message[0].lower()}{message[1:]}"
+    return f"{where} cannot be {_shown(given)}: {message[0].lower()}{message[1:]}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 200 else f"{text[:200]}..."
 
 
 def _fields_at(owner: type[BaseModel], parts: Sequence[str]) -> list[str]:

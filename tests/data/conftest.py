@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from gatelab.data.corpora import WIKIPEDIA_MEMBER
-from gatelab.data.shards import TokenShards, write_shards
+from gatelab.data.shard_writing import write_shards
+from gatelab.data.shards import TokenShards
 from gatelab.data.tokenizer import Tokenizer, train_tokenizer
 
 SENTENCE = "the gate opens when a token asks for it and closes when nothing is worth reading"

@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from gatelab.data import loader as loader_module
 from gatelab.data.loader import IGNORED, Batch, TrainLoader, heldout_batches
 from gatelab.data.shards import TokenShards
 
@@ -111,8 +112,8 @@ def test_a_batch_depends_on_its_step_alone(tokens: TokenShards, steps: list[int]
 def test_an_order_is_drawn_once_for_an_epoch(tokens: TokenShards, monkeypatch: pytest.MonkeyPatch):
     loader = make_loader(tokens)
     drawn: list[int] = []
-    draw = loader._draw_order
-    monkeypatch.setattr(loader, "_draw_order", lambda epoch: drawn.append(epoch) or draw(epoch))
+    draw = loader_module.window_order
+    monkeypatch.setattr(loader_module, "window_order", lambda n, s, epoch: drawn.append(epoch) or draw(n, s, epoch))
     num_steps = 3 * loader.num_windows // 6
     for step in range(num_steps):
         loader.batch(step)

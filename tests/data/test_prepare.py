@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from gatelab import files
-from gatelab.data import corpora, shards
+from gatelab.data import corpora, shard_writing
 from gatelab.data.prepare import prepare
 from gatelab.data.settings import DataSettings
 from gatelab.data.tokenizer import Tokenizer
@@ -95,7 +95,7 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(
     data: DataSettings, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_shards: int
 ):
     whole = prepare(data, tmp_path / "whole")
-    record = shards.record_checksum
+    record = shard_writing.record_checksum
     written: list[Path] = []
 
     def killed_record(path: Path, digest: str) -> None:
@@ -105,7 +105,7 @@ def test_a_killed_preparation_goes_on_to_the_same_bytes(
         record(path, digest)
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shards, "record_checksum", killed_record)
+        patch.setattr(shard_writing, "record_checksum", killed_record)
         prepare(data, tmp_path / "cache")
     assert len(written) == num_shards and not list((tmp_path / "cache").rglob("manifest.json"))
     resumed = prepare(data, tmp_path / "cache")

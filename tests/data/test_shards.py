@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models
 
-from gatelab.data import shards as shards_module
-from gatelab.data.shards import HEADER_BYTES, Shard, TokenShards, write_shards
+from gatelab.data import shard_writing as writing_module
+from gatelab.data.shard_writing import write_shards
+from gatelab.data.shards import HEADER_BYTES, Shard, TokenShards
 from gatelab.data.tokenizer import Tokenizer
 
 TEXTS = [f"the gate opens {number} é" * (1 + number % 4) for number in range(17)]
@@ -180,7 +181,7 @@ def test_a_writing_killed_at_any_text_goes_on_to_the_same_bytes(
         yield from TEXTS[:num_texts]
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(shards_module, "_chunks", lambda texts: ([text] for text in texts))
+    monkeypatch.setattr(writing_module, "_chunks", lambda texts: ([text] for text in texts))
     target = tmp_path / "killed"
     with pytest.raises(KeyboardInterrupt):
         write_shards(target, killed(), tokenizer, tokens_per_shard=23)
@@ -201,7 +202,7 @@ def test_a_writing_killed_inside_a_shard_goes_on_to_the_same_bytes(
     checksum_is_written: bool,
 ):
     target = tmp_path / "killed"
-    record = shards_module.record_checksum
+    record = writing_module.record_checksum
 
     def killed_record(path: Path, digest: str) -> None:
         if path.name != f"{number:05d}.tokens" or checksum_is_written:
@@ -210,7 +211,7 @@ def test_a_writing_killed_inside_a_shard_goes_on_to_the_same_bytes(
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(shards_module, "record_checksum", killed_record)
+        patch.setattr(writing_module, "record_checksum", killed_record)
         write_shards(target, TEXTS, tokenizer, tokens_per_shard=23)
     (target / f".{number:05d}.tokens.0badcafe.tmp").write_bytes(b"half a shard, as a SIGKILL leaves it")
     assert len(list(target.glob("*.tokens"))) == number

@@ -170,7 +170,7 @@ def test_the_card_says_what_is_known(tmp_path: Path) -> None:
         "- sdpa_output, elementwise, sigmoid, multiply, rank=3, bias=0.5",
         "- query, elementwise, sigmoid, multiply, source=prefix, prefix_channels=12, placement=after_norm",
         "- recipe: gatelab train tiny",
-        "- data: digits | of pi",
+        r"- data: digits \| of pi",
         "| perplexity | 12.3457 |",
     ):
         assert line in body.splitlines()

@@ -8,7 +8,7 @@ inputs [s_wT, ..., s_wT+T-1] and targets [s_wT+1, ..., s_wT+T]. Either way neigh
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +17,7 @@ from jaxtyping import Int
 from torch import Tensor
 
 from gatelab.data.shards import TokenShards
+from gatelab.data.window_order import Mixture, window_order
 
 IGNORED = -100
 
@@ -49,8 +50,8 @@ class TrainLoader:
     """Training batches: ``batch(step)`` depends on the data, the seed and the step, and on nothing that came before.
 
     Each epoch reads every whole window once, in an order drawn from (seed, epoch); a step may end one epoch and begin
-    the next. Tokens that don't fill a last window are left out. Memory: eight bytes for each window of the epochs that
-    a step touches; they are kept for speed alone. BOS targets are learned: they are the ends of documents.
+    the next. Tokens that don't fill a last window are left out. Memory: see :func:`window_order`. BOS targets are
+    learned: they are the ends of documents.
 
     ``bos_id`` is the token put before every window, ``None`` for windows without one. With ``document_masks`` that
     token belongs to the window's first document. Raises ``ValueError`` when the data has less than one window.
@@ -78,16 +79,21 @@ class TrainLoader:
         self._seed = seed
         self._bos_id = bos_id
         self._document_masks = document_masks
-        self._orders: dict[int, np.ndarray] = {}
+        self._orders: dict[int, Sequence[int] | np.ndarray] = {}
 
-    def batch(self, step: int, rank: int = 0, num_ranks: int = 1) -> Batch:
-        """The sequences of one rank at one step (from 0); the ranks' batches in order are the one-rank batch.
+    def batch(self, step: int, rank: int = 0, num_ranks: int = 1, pieces: int = 1) -> Batch:
+        """The sequences of one rank at one step (from 0), those of each of the step's ``pieces`` after another.
 
-        Raises ``ValueError`` when the step's sequences can't be split evenly over the ranks.
+        The ranks' sequences of a piece in order are that piece of the one-rank batch. Raises ``ValueError`` when a
+        piece's sequences can't be split evenly over the ranks.
         """
-        rows = rows_of_rank(self.sequences_per_step, rank, num_ranks)
+        rows = rows_in_pieces(self.sequences_per_step, rank, num_ranks, pieces)
         first = step * self.sequences_per_step
-        numbers = self._window_numbers(range(first + rows.start, first + rows.stop))
+        return self.windows([first + row for row in rows])
+
+    def windows(self, positions: list[int]) -> Batch:
+        """The windows at rising positions of the endless sequence of epochs."""
+        numbers = self._window_numbers(positions)
         windows = [_window(self._tokens, number, self.context, self._bos_id) for number in numbers]
         documents = [window.documents for window in windows] if self._document_masks else None
         return Batch(
@@ -96,16 +102,54 @@ class TrainLoader:
             documents=None if documents is None else _stack(documents),
         )
 
-    def _window_numbers(self, positions: range) -> list[int]:
-        """The windows at positions of the endless sequence of epochs."""
-        epochs = range(positions.start // self.num_windows, (positions.stop - 1) // self.num_windows + 1)
+    def _window_numbers(self, positions: list[int]) -> list[int]:
+        epochs = range(positions[0] // self.num_windows, positions[-1] // self.num_windows + 1)
         kept = {epoch: order for epoch, order in self._orders.items() if epoch in epochs}
-        drawn = {epoch: self._draw_order(epoch) for epoch in epochs if epoch not in kept}
+        drawn = {epoch: window_order(self.num_windows, self._seed, epoch) for epoch in epochs if epoch not in kept}
         self._orders = kept | drawn
         return [int(self._orders[p // self.num_windows][p % self.num_windows]) for p in positions]
 
-    def _draw_order(self, epoch: int) -> np.ndarray:
-        return np.random.default_rng([self._seed, epoch]).permutation(self.num_windows)
+
+class MixedLoader:
+    """Training batches from several sources by weight; ``batch`` is as pure a function as that of one source.
+
+    Position n of the endless sequence of windows belongs to the source that :class:`Mixture` draws for it, and is that
+    source's next window: each source has epochs of its own. The sources agree in context, sequences and masks.
+    """
+
+    def __init__(self, sources: Mapping[str, TrainLoader], weights: Sequence[float], seed: int):
+        self._sources = dict(sources)
+        self._mixture = Mixture(list(self._sources), weights, seed)
+        first = next(iter(self._sources.values()))
+        self.context = first.context
+        self.sequences_per_step = first.sequences_per_step
+
+    def batch(self, step: int, rank: int = 0, num_ranks: int = 1, pieces: int = 1) -> Batch:
+        """The sequences of one rank at one step, as :meth:`TrainLoader.batch` gives them."""
+        rows = rows_in_pieces(self.sequences_per_step, rank, num_ranks, pieces)
+        drawn = [self._mixture.at(step * self.sequences_per_step + row) for row in rows]
+        found: list[Batch] = []
+        order: list[int] = []
+        for number, source in enumerate(self._sources.values()):
+            own = [row for row, (which, _) in enumerate(drawn) if which == number]
+            if own:
+                found.append(source.windows([drawn[row][1] for row in own]))
+                order += own
+        back = torch.tensor(order).argsort()
+        documents = [batch.documents for batch in found if batch.documents is not None]
+        return Batch(
+            inputs=torch.cat([batch.inputs for batch in found])[back],
+            targets=torch.cat([batch.targets for batch in found])[back],
+            documents=torch.cat(documents)[back] if documents else None,
+        )
+
+    def epochs(self, num_steps: int) -> dict[str, float]:
+        """How often each source has been read through after so many steps, exactly."""
+        counts = self._mixture.counts(num_steps * self.sequences_per_step)
+        return {
+            name: count / source.num_windows
+            for (name, source), count in zip(self._sources.items(), counts, strict=True)
+        }
 
 
 def heldout_batches(
@@ -148,6 +192,13 @@ def rows_of_rank(sequences: int, rank: int, num_ranks: int) -> range:
         )
     share = sequences // num_ranks
     return range(rank * share, (rank + 1) * share)
+
+
+def rows_in_pieces(sequences: int, rank: int, num_ranks: int, pieces: int) -> list[int]:
+    """The rows that one rank has of each of a batch's equal pieces; ``ValueError`` when they can't be split evenly."""
+    size = sequences // pieces
+    rows = rows_of_rank(size, rank, num_ranks)
+    return [piece * size + row for piece in range(pieces) for row in rows]
 
 
 @dataclass(frozen=True)

@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, combinations
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,10 @@ from gatelab.data import retrieval
 from gatelab.data.checksums import WAY_OUT, digest, recorded_checksum, verify_checksum, write_with_checksum
 from gatelab.data.corpora import Split, attribution, documents, estimated_bytes, identity, local_files
 from gatelab.data.settings import CorpusSettings, DataSettings
-from gatelab.data.shards import MissingShardError, TokenShards, write_shards
+from gatelab.data.shard_writing import write_shards
+from gatelab.data.shards import MissingShardError, TokenShards
 from gatelab.data.tokenizer import Tokenizer, tokenizer_file, train_tokenizer
-from gatelab.files import kept_if_used, remove_leftovers, require_folder, require_free_space, sha256
+from gatelab.files import kept_if_used, parse_json, remove_leftovers, require_folder, require_free_space, sha256
 
 VERSION = 1
 Progress = Callable[[str, int], None]
@@ -30,7 +32,8 @@ Progress = Callable[[str, int], None]
 
 @dataclass(frozen=True)
 class PreparedData:
-    """Everything a run reads. ``heldout`` holds the training corpus's own held-out split first, by corpus label.
+    """Everything a run reads. ``heldout`` holds the training corpora's own held-out splits first, by corpus label;
+    ``mixture`` the further training corpora in their order.
 
     ``fingerprint`` is a SHA-256 over the tokenizer and all tokens; two runs with equal fingerprints saw equal data.
     """
@@ -41,6 +44,7 @@ class PreparedData:
     heldout: dict[str, TokenShards]
     fingerprint: str
     attributions: tuple[str, ...]
+    mixture: dict[str, TokenShards]
 
 
 def prepare(settings: DataSettings, cache: Path, on_progress: Progress | None = None) -> PreparedData:
@@ -73,21 +77,22 @@ def prepare(settings: DataSettings, cache: Path, on_progress: Progress | None = 
 
 
 def _require_apart(settings: DataSettings) -> None:
-    """Raise ``ValueError`` when the training corpus and a held-out one read the same file under two names.
+    """Raise ``ValueError`` when a training corpus and another one read the same file under two names.
 
     Two splits of one dataset may lie in the same files, and are told apart by the dataset.
     """
-    if not settings.heldout:
-        return
-    trained = {path.resolve() for path in local_files(settings.train)}
-    for corpus in settings.heldout:
-        if corpus.name == settings.train.name == "hugging_face":
+    corpora = settings.training_corpora
+    pairs = [(train, heldout, "held-out", "heldout") for train in corpora for heldout in settings.heldout]
+    pairs += [(one, other, "training", "mixture") for one, other in combinations(corpora, 2)]
+    for train, other, kind, field in pairs:
+        if other.name == train.name == "hugging_face":
             continue
-        shared = [path for path in local_files(corpus) if path.resolve() in trained]
+        trained = {path.resolve() for path in local_files(train)}
+        shared = [path for path in local_files(other) if path.resolve() in trained]
         if shared:
             raise ValueError(
-                f"{shared[0]} is read by the training corpus {settings.train.label} and by the held-out corpus "
-                f"{corpus.label}; move it out of one of them, or drop {corpus.label} from heldout"
+                f"{shared[0]} is read by the training corpus {train.label} and by the {kind} corpus "
+                f"{other.label}; move it out of one of them, or drop {other.label} from {field}"
             )
 
 
@@ -104,10 +109,13 @@ def _open_if_complete(settings: DataSettings, folder: Path) -> PreparedData | No
 def _recipe(settings: DataSettings) -> dict[str, Any]:
     """What decides the tokens: the settings without those of the windows, and the identity of every source."""
     path = settings.tokenizer.path
-    corpora = (settings.train, *settings.heldout)
+    corpora = (*settings.training_corpora, *settings.heldout)
+    decisive = settings.model_dump(mode="json", include={"train", "heldout", "tokenizer", "tokens_per_shard"})
+    if settings.mixture:
+        decisive["mixture"] = [mixed.corpus.to_mapping() for mixed in settings.mixture]
     return {
         "version": VERSION,
-        "settings": settings.model_dump(mode="json", include={"train", "heldout", "tokenizer", "tokens_per_shard"}),
+        "settings": decisive,
         "sources": [identity(corpus) for corpus in corpora],
         "retrieval_version": retrieval.VERSION,
         "tokenizer_sha256": None if path is None else sha256(tokenizer_file(Path(path))),
@@ -125,6 +133,7 @@ def _build(settings: DataSettings, folder: Path, cache: Path, report: Progress) 
                 _texts(corpus, split, cache),
                 tokenizer,
                 tokens_per_shard=settings.tokens_per_shard,
+                num_processes=settings.num_processes,
                 on_progress=partial(report, f"tokenizing {name}"),
             )
     except ValueError:
@@ -135,9 +144,12 @@ def _build(settings: DataSettings, folder: Path, cache: Path, report: Progress) 
 
 def _splits(settings: DataSettings) -> list[tuple[str, CorpusSettings, Split]]:
     """Folder, corpus and split of all that is tokenized: first the held-out corpora, which are small, then training."""
-    own = [settings.train] if settings.train.heldout_fraction else []
-    heldout = [*own, *settings.heldout]
-    return [*((f"heldout/{corpus.label}", corpus, "heldout") for corpus in heldout), ("train", settings.train, "train")]
+    own = [corpus for corpus in settings.training_corpora if corpus.heldout_fraction]
+    return [
+        *((f"heldout/{corpus.label}", corpus, "heldout") for corpus in (*own, *settings.heldout)),
+        *((f"mixture/{mixed.corpus.label}", mixed.corpus, "train") for mixed in settings.mixture),
+        ("train", settings.train, "train"),
+    ]
 
 
 def _texts(corpus: CorpusSettings, split: Split, cache: Path) -> Iterator[str]:
@@ -162,10 +174,17 @@ def _tokenizer(settings: DataSettings, folder: Path, cache: Path, report: Progre
             tokenizer = Tokenizer.load(Path(wanted.path), wanted.bos_token)
         else:
             report("training the tokenizer", 0)
-            texts = _first_bytes(_texts(settings.train, "train", cache), wanted.training_bytes)
-            tokenizer = train_tokenizer(texts, wanted.vocab_size, wanted.bos_token)
+            tokenizer = train_tokenizer(_tokenizer_texts(settings, cache), wanted.vocab_size, wanted.bos_token)
         write_with_checksum(target, tokenizer.to_text())
     return _verified_tokenizer(settings, folder)
+
+
+def _tokenizer_texts(settings: DataSettings, cache: Path) -> Iterator[str]:
+    """The beginnings of all training corpora, equally long whatever the weights: other weights need no new tokens."""
+    num_bytes = settings.tokenizer.training_bytes // len(settings.training_corpora)
+    return chain.from_iterable(
+        _first_bytes(_texts(corpus, "train", cache), num_bytes) for corpus in settings.training_corpora
+    )
 
 
 def _verified_tokenizer(settings: DataSettings, folder: Path) -> Tokenizer:
@@ -184,7 +203,7 @@ def _first_bytes(texts: Iterator[str], num_bytes: int) -> Iterator[str]:
 
 def _require_space(settings: DataSettings, folder: Path) -> None:
     """A token takes two to four bytes and stands for about three of text; with downloads, less than twice the text."""
-    sizes = [estimated_bytes(corpus) for corpus in (settings.train, *settings.heldout)]
+    sizes = [estimated_bytes(corpus) for corpus in (*settings.training_corpora, *settings.heldout)]
     require_free_space(folder, 2 * sum(size for size in sizes if size is not None), "preparing the data")
 
 
@@ -198,15 +217,22 @@ def _open(settings: DataSettings, folder: Path) -> PreparedData:
         folder=folder,
         tokenizer=tokenizer,
         train=shards["train"],
-        heldout={name.removeprefix("heldout/"): shards[name] for name in names[:-1]},
+        heldout=_below("heldout/", shards),
         fingerprint=digest(parts),
-        attributions=tuple(attribution(corpus) for corpus in (settings.train, *settings.heldout)),
+        attributions=tuple(attribution(corpus) for corpus in (*settings.training_corpora, *settings.heldout)),
+        mixture=_below("mixture/", shards),
     )
+
+
+def _below(prefix: str, shards: dict[str, TokenShards]) -> dict[str, TokenShards]:
+    return {name.removeprefix(prefix): of_name for name, of_name in shards.items() if name.startswith(prefix)}
 
 
 def _write_manifest(prepared: PreparedData, recipe: dict[str, Any]) -> None:
     """Written last: a folder with a manifest is complete."""
-    splits = {"train": prepared.train} | {f"heldout/{label}": shards for label, shards in prepared.heldout.items()}
+    splits = {"train": prepared.train}
+    splits |= {f"mixture/{label}": shards for label, shards in prepared.mixture.items()}
+    splits |= {f"heldout/{label}": shards for label, shards in prepared.heldout.items()}
     manifest = {
         **recipe,
         "attributions": prepared.attributions,
@@ -229,5 +255,6 @@ def _require_manifest(prepared: PreparedData) -> None:
     """Raise ``ValueError`` when the folder holds other data than its manifest says."""
     path = prepared.folder / "manifest.json"
     verify_checksum(path)
-    if json.loads(path.read_text(encoding="utf-8"))["fingerprint"] != prepared.fingerprint:
+    manifest = parse_json(path.read_bytes())
+    if not isinstance(manifest, dict) or manifest.get("fingerprint") != prepared.fingerprint:
         raise ValueError(f"{prepared.folder} holds other data than its manifest.json says; {WAY_OUT}")

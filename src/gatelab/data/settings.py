@@ -83,6 +83,13 @@ class CorpusSettings(Settings):
         return self
 
 
+class MixedCorpus(Settings):
+    """A further training corpus and its share of the training windows."""
+
+    corpus: CorpusSettings
+    weight: float = Field(gt=0, description="training windows of this corpus for each one of data.train")
+
+
 class TokenizerSettings(Settings):
     """A byte-level BPE trained on the training split, or an existing ``tokenizer.json``."""
 
@@ -95,7 +102,8 @@ class TokenizerSettings(Settings):
     training_bytes: int = Field(
         default=10_000_000,
         gt=0,
-        description="UTF-8 bytes of training text, from its beginning, that the merges are counted on",
+        description="UTF-8 bytes of training text, from its beginning (of each corpus of a mixture equally many), that "
+        "the merges are counted on",
     )
     bos_token: str = Field(default="<|bos|>", description="the special token that starts each document")
 
@@ -130,8 +138,11 @@ class DataSettings(Settings):
     """Everything that decides a run's tokens and how they are packed; the batches follow from it, a seed and a step."""
 
     train: CorpusSettings = Field(default_factory=CorpusSettings)
+    mixture: tuple[MixedCorpus, ...] = Field(
+        default=(), description="further training corpora, mixed in by weight; each one's held-out split is measured"
+    )
     heldout: tuple[CorpusSettings, ...] = Field(
-        default=(), description="further held-out domains; the training corpus's own held-out split always comes first"
+        default=(), description="further held-out domains; the training corpora's own held-out splits come first"
     )
     tokenizer: TokenizerSettings = Field(default_factory=TokenizerSettings)
     context: int = Field(default=512, ge=2, description="tokens in a window, T")
@@ -142,25 +153,34 @@ class DataSettings(Settings):
         default=False, description="packed documents don't see each other; plain packing when False"
     )
     tokens_per_shard: int = Field(default=16_777_216, gt=0, description="a shard closes at the next document end")
+    num_processes: int = Field(
+        default=1, ge=1, le=256, description="processes that tokenize; the tokens are the same with any number"
+    )
     synthetic: BigramBackcopySettings | None = Field(
         default=None, description="train on this task instead of text; corpora and tokenizer are then unused"
     )
 
+    @property
+    def training_corpora(self) -> tuple[CorpusSettings, ...]:
+        """``train``, and what is mixed in."""
+        return self.train, *(mixed.corpus for mixed in self.mixture)
+
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
         if self.synthetic is not None:
+            if self.mixture:
+                raise ValueError("mixture with synthetic is impossible: a synthetic task is the whole of a run's data")
             if self.document_masks:
                 raise ValueError("document_masks=True with synthetic is impossible: a synthetic window is one document")
             if not self.bos_in_every_window:
                 raise ValueError("bos_in_every_window=False with synthetic is impossible: its windows begin with BOS")
             return self
-        if self.train.heldout_fraction == 1:
-            raise ValueError("train.heldout_fraction=1.0 leaves nothing to train on; choose a smaller fraction")
-        if self.train.heldout_fraction == 0 and not self.heldout:
+        self._refuse_impossible_training()
+        labels = [corpus.label for corpus in self.training_corpora if corpus.heldout_fraction]
+        if not labels and not self.heldout:
             raise ValueError("train.heldout_fraction=0.0 leaves nothing held out; name a corpus in heldout")
-        labels = [self.train.label] if self.train.heldout_fraction else []
         for corpus in self.heldout:
-            if corpus.text_source == self.train.text_source:
+            if corpus.text_source in {trained.text_source for trained in self.training_corpora}:
                 raise ValueError(
                     f"heldout names the training corpus {corpus.label}, whose held-out split is always measured"
                 )
@@ -172,3 +192,15 @@ class DataSettings(Settings):
                 raise ValueError(f"two held-out corpora are called {corpus.label}; give their files different names")
             labels.append(corpus.label)
         return self
+
+    def _refuse_impossible_training(self) -> None:
+        """A training corpus that is all held out, or that two of them can't be told apart."""
+        if self.train.heldout_fraction == 1:
+            raise ValueError("train.heldout_fraction=1.0 leaves nothing to train on; choose a smaller fraction")
+        labels: list[str] = []
+        for corpus in self.training_corpora:
+            if corpus.heldout_fraction == 1:
+                raise ValueError(f"heldout_fraction=1.0 leaves nothing of {corpus.label} to train on; choose less")
+            if corpus.label in labels:
+                raise ValueError(f"two training corpora are called {corpus.label}; mix in a corpus once, by its weight")
+            labels.append(corpus.label)

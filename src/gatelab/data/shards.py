@@ -15,21 +15,22 @@ document is BOS. The last shard says that it is the last, so that an interrupted
 from __future__ import annotations
 
 import hashlib
-import json
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
-from itertools import islice
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
-from gatelab.data.checksums import WAY_OUT, record_checksum, recorded_checksum, verify_checksum
-from gatelab.data.tokenizer import Tokenizer
-from gatelab.files import atomic_path, remove_leftovers, sha256
+from gatelab.data.checksums import WAY_OUT, recorded_checksum, verify_checksum
+from gatelab.files import parse_json
 
 MAGIC = b"GLTOKENS"
 VERSION = 1
 HEADER_BYTES = 1024
+DTYPES = ("uint16", "uint32")
+MOST_MAPPED = 512  # an operating system allows a process some 65,000 maps
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,10 @@ class ShardHeader:
 
 
 class Shard:
-    """One shard, memory-mapped. ``ValueError`` names the file when it is truncated, altered or of another version."""
+    """One shard, memory-mapped when it is first read.
+
+    ``ValueError`` names a file that is truncated, altered, of another version, or whose parts contradict its header.
+    """
 
     def __init__(self, path: Path, *, verify: bool = True):
         self.path = path
@@ -70,12 +74,50 @@ class Shard:
                 f"{path} has {path.stat().st_size} bytes where its header says {self.header.file_bytes}: "
                 f"it is truncated or altered; {WAY_OUT}"
             )
-        raw = np.memmap(path, mode="r")
-        documents, count = self.header.documents_offset, self.header.num_documents
-        tokens_end = HEADER_BYTES + self.header.num_tokens * np.dtype(self.header.dtype).itemsize
-        self.tokens = raw[HEADER_BYTES:tokens_end].view(np.dtype(self.header.dtype).newbyteorder("<"))
-        self.document_starts = raw[documents : documents + 8 * count].view("<i8")
-        self.document_text_bytes = raw[documents + 8 * count :].view("<i8")
+        if verify:
+            self._require_consistent()
+            self.unmap()
+
+    @cached_property
+    def _raw(self) -> np.ndarray:
+        return np.memmap(self.path, mode="r")
+
+    @property
+    def is_mapped(self) -> bool:
+        """Whether the file takes one of the process's memory maps."""
+        return "_raw" in self.__dict__
+
+    def unmap(self) -> None:
+        """Forget the memory map; it is made again when it is needed."""
+        self.__dict__.pop("_raw", None)
+
+    @property
+    def tokens(self) -> np.ndarray:
+        dtype = np.dtype(self.header.dtype).newbyteorder("<")
+        return self._raw[HEADER_BYTES : HEADER_BYTES + self.header.num_tokens * dtype.itemsize].view(dtype)
+
+    @property
+    def document_starts(self) -> np.ndarray:
+        documents = self.header.documents_offset
+        return self._raw[documents : documents + 8 * self.header.num_documents].view("<i8")
+
+    @property
+    def document_text_bytes(self) -> np.ndarray:
+        return self._raw[self.header.documents_offset + 8 * self.header.num_documents :].view("<i8")
+
+    def _require_consistent(self) -> None:
+        """A checksum says that a file is as it was written, not that who wrote it meant well."""
+        header, starts, text_bytes = self.header, self.document_starts, self.document_text_bytes
+        is_sound = (
+            starts[0] == 0
+            and (starts[1:] > starts[:-1]).all()
+            and starts[-1] < header.num_tokens
+            and (text_bytes >= 0).all()
+            and sum(text_bytes.tolist()) == header.num_text_bytes
+            and self.tokens.max() == header.largest_token
+        )
+        if not is_sound:
+            raise ValueError(f"{self.path} has tokens or documents that contradict its header; {WAY_OUT}")
 
 
 class MissingShardError(ValueError):
@@ -85,19 +127,21 @@ class MissingShardError(ValueError):
 class TokenShards:
     """All shards of a folder as one sequence of tokens with document boundaries; nothing is read until asked for.
 
-    Raises ``ValueError``, naming the file, for a shard that is missing, truncated or altered. ``verify=False`` skips
-    the checksums (which read every byte) and still compares sizes.
+    Memory holds the shards' headers and at most ``MOST_MAPPED`` maps, however many tokens there are. Raises
+    ``ValueError``, naming the file, for a shard that is missing, truncated or altered. ``verify=False`` skips the
+    checksums (which read every byte) and still compares sizes.
     """
 
     def __init__(self, folder: Path, *, verify: bool = True):
         self.folder = folder
-        self.shards = _open_shards(folder, verify=verify)
+        self.shards = open_shards(folder, verify=verify)
         if not self.shards:
             raise MissingShardError(f"{folder} holds no token shards; prepare the data first")
         if not self.shards[-1].header.is_last:
-            missing = _shard_path(folder, len(self.shards)).name
+            missing = shard_path(folder, len(self.shards)).name
             raise MissingShardError(f"{folder} is incomplete: {missing} is missing; prepare the data again to go on")
         self._first_tokens = np.array([shard.header.first_token for shard in self.shards])
+        self._mapped: deque[Shard] = deque()
 
     def __len__(self) -> int:
         last = self.shards[-1].header
@@ -170,99 +214,16 @@ class TokenShards:
             first, last = max(start - offset, 0), min(stop - offset, shard.header.num_tokens)
             if first >= last:
                 return
+            self._count_map(shard)
             yield shard, first, last
 
-
-def write_shards(
-    folder: Path,
-    texts: Iterable[str],
-    tokenizer: Tokenizer,
-    *,
-    tokens_per_shard: int,
-    on_progress: Callable[[int], None] | None = None,
-) -> None:
-    """Tokenize texts, each led by BOS, into the shards of ``folder``, going on after the last complete shard.
-
-    An interrupted and repeated writing of the same texts gives the same bytes as one in a single go. A shard is closed
-    at the first document end at or after ``tokens_per_shard`` tokens; memory holds one shard. ``on_progress`` gets the
-    UTF-8 bytes of text written so far. Raises ``ValueError`` when there is no text, and names a damaged shard.
-    """
-    remove_leftovers(folder)
-    done = [shard.header for shard in _open_shards(folder, verify=True)]
-    if done and done[-1].is_last:
-        return
-    writer = _Writer(folder, tokenizer, done)
-    for chunk in _chunks(islice(texts, sum(header.num_documents for header in done), None)):
-        for text, ids in zip(chunk, tokenizer.encode_batch(chunk), strict=True):
-            if writer.num_tokens >= tokens_per_shard:
-                writer.close_shard(is_last=False)
-            writer.add(ids, len(text.encode()))
-        if on_progress is not None:
-            on_progress(writer.num_text_bytes)
-    if not writer.num_tokens:
-        raise ValueError(f"there is no text for {folder.name}: the corpus, or this split of it, is empty")
-    writer.close_shard(is_last=True)
-
-
-class _Writer:
-    """The open shard in memory and what stands in the shards before it."""
-
-    def __init__(self, folder: Path, tokenizer: Tokenizer, done: list[ShardHeader]):
-        self.num_text_bytes = sum(header.num_text_bytes for header in done)
-        self.num_tokens = 0
-        self._folder = folder
-        self._bos_id = tokenizer.bos_id
-        self._dtype = np.dtype(np.uint16 if tokenizer.vocab_size <= 65_536 else np.uint32)
-        self._done = list(done)
-        self._tokens: list[np.ndarray] = []
-        self._text_bytes: list[int] = []
-
-    def add(self, ids: list[int], num_text_bytes: int) -> None:
-        self._tokens.append(np.array([self._bos_id, *ids], dtype=self._dtype))
-        self._text_bytes.append(num_text_bytes)
-        self.num_tokens += 1 + len(ids)
-        self.num_text_bytes += num_text_bytes
-
-    def close_shard(self, *, is_last: bool) -> None:
-        tokens = np.concatenate(self._tokens)
-        lengths = np.array([len(document) for document in self._tokens])
-        header = ShardHeader(
-            version=VERSION,
-            number=len(self._done),
-            is_last=is_last,
-            dtype=self._dtype.name,
-            num_tokens=len(tokens),
-            num_documents=len(lengths),
-            num_text_bytes=sum(self._text_bytes),
-            largest_token=int(tokens.max()),
-            first_token=sum(header.num_tokens for header in self._done),
-            first_document=sum(header.num_documents for header in self._done),
-        )
-        path = _shard_path(self._folder, header.number)
-        with atomic_path(path) as temporary:
-            with temporary.open("wb") as stream:
-                stream.write(MAGIC + json.dumps(asdict(header)).encode().ljust(HEADER_BYTES - len(MAGIC)))
-                stream.write(tokens.astype(self._dtype.newbyteorder("<")).tobytes())
-                stream.write(bytes(header.documents_offset - stream.tell()))
-                stream.write((np.cumsum(lengths) - lengths).astype("<i8").tobytes())
-                stream.write(np.array(self._text_bytes, dtype="<i8").tobytes())
-            record_checksum(path, sha256(temporary))
-        self._done.append(header)
-        self._tokens, self._text_bytes, self.num_tokens = [], [], 0
-
-
-def _chunks(texts: Iterable[str], max_documents: int = 1024, max_characters: int = 1 << 20) -> Iterator[list[str]]:
-    """Texts in lists of bounded size, so that the tokenizer's threads have work and memory stays flat."""
-    chunk: list[str] = []
-    num_characters = 0
-    for text in texts:
-        chunk.append(text)
-        num_characters += len(text)
-        if len(chunk) == max_documents or num_characters >= max_characters:
-            yield chunk
-            chunk, num_characters = [], 0
-    if chunk:
-        yield chunk
+    def _count_map(self, shard: Shard) -> None:
+        """Note a shard that is about to be mapped, and let go of the one that has been for longest."""
+        if shard.is_mapped:
+            return
+        self._mapped.append(shard)
+        if len(self._mapped) > MOST_MAPPED:
+            self._mapped.popleft().unmap()
 
 
 def _read_header(path: Path) -> ShardHeader:
@@ -270,28 +231,44 @@ def _read_header(path: Path) -> ShardHeader:
         block = stream.read(HEADER_BYTES)
     if len(block) < HEADER_BYTES or not block.startswith(MAGIC):
         raise ValueError(f"{path} is not a token shard, or its beginning is damaged; {WAY_OUT}")
+    damaged = f"{path} has a damaged header; {WAY_OUT}"
     try:
-        found = json.loads(block[len(MAGIC) :])
-        if found["version"] == VERSION:
-            return ShardHeader(**found)
-    except (ValueError, TypeError, KeyError):
-        raise ValueError(f"{path} has a damaged header; {WAY_OUT}") from None
-    raise ValueError(f"{path} has version {found['version']} of the shard format where {VERSION} is read; {WAY_OUT}")
+        found = parse_json(block[len(MAGIC) :])
+    except ValueError:
+        raise ValueError(damaged) from None
+    if not isinstance(found, dict) or "version" not in found:
+        raise ValueError(damaged)
+    if found["version"] != VERSION:
+        raise ValueError(
+            f"{path} has version {found['version']} of the shard format where {VERSION} is read; {WAY_OUT}"
+        )
+    counts = [found.get(field.name) for field in fields(ShardHeader) if field.type == "int"]
+    is_sound = (
+        found.keys() == {field.name for field in fields(ShardHeader)}
+        and all(type(count) is int and 0 <= count < 2**62 for count in counts)
+        and found["dtype"] in DTYPES
+        and type(found["is_last"]) is bool
+        and 1 <= found["num_documents"] <= found["num_tokens"]
+    )
+    if not is_sound:
+        raise ValueError(damaged)
+    return ShardHeader(**found)
 
 
-def _open_shards(folder: Path, *, verify: bool) -> list[Shard]:
+def open_shards(folder: Path, *, verify: bool) -> list[Shard]:
     """The shards that are there, from number 0 without a gap; each must follow on the one before it."""
     shards: list[Shard] = []
     num_tokens = num_documents = 0
-    while (path := _shard_path(folder, len(shards))).exists():
+    while (path := shard_path(folder, len(shards))).exists():
         shard = Shard(path, verify=verify)
-        if (shard.header.first_token, shard.header.first_document) != (num_tokens, num_documents):
+        header = shard.header
+        if (header.number, header.first_token, header.first_document) != (len(shards), num_tokens, num_documents):
             raise ValueError(f"{path} doesn't follow on the shards before it: it belongs to another set; {WAY_OUT}")
-        num_tokens += shard.header.num_tokens
-        num_documents += shard.header.num_documents
+        num_tokens += header.num_tokens
+        num_documents += header.num_documents
         shards.append(shard)
     return shards
 
 
-def _shard_path(folder: Path, number: int) -> Path:
+def shard_path(folder: Path, number: int) -> Path:
     return folder / f"{number:05d}.tokens"

@@ -21,7 +21,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from gatelab.data.loader import Batch, rows_of_rank
+from gatelab.data.loader import Batch, rows_in_pieces
 from gatelab.data.settings import BigramBackcopySettings
 
 BOS_ID = 0
@@ -51,14 +51,17 @@ class BigramBackcopy:
         """SHA-256 of the bigram table and the triggers."""
         return hashlib.sha256(self.table.astype("<f8").tobytes() + bytes(self.triggers)).hexdigest()
 
-    def batch(self, step: int, rank: int = 0, num_ranks: int = 1) -> Batch:
-        """The sequences of one rank at one training step; the ranks' batches in order are the one-rank batch."""
-        return self._batch([self._seed, 0, step], rank, num_ranks)
+    def batch(self, step: int, rank: int = 0, num_ranks: int = 1, pieces: int = 1) -> Batch:
+        """The sequences of one rank at one training step, those of each of its ``pieces`` after another.
+
+        The ranks' sequences of a piece in order are that piece of the one-rank batch.
+        """
+        return self._batch([self._seed, 0, step], rows_in_pieces(self.sequences_per_step, rank, num_ranks, pieces))
 
     def heldout_batches(self, num_batches: int, rank: int = 0, num_ranks: int = 1) -> Iterator[Batch]:
         """Batches from draws that no training step uses."""
         for number in range(num_batches):
-            yield self._batch([self._seed, 1, number], rank, num_ranks)
+            yield self._batch([self._seed, 1, number], rows_in_pieces(self.sequences_per_step, rank, num_ranks, 1))
 
     def is_trigger(self, tokens: Int[Tensor, "*B T"]) -> Bool[Tensor, "*B T"]:
         """Where the token is a trigger; of the inputs: the queries that must copy back."""
@@ -92,9 +95,8 @@ class BigramBackcopy:
             before, now = now, now @ to_plain + before * to_trigger
         return float(total / self.context)
 
-    def _batch(self, seed: list[int], rank: int, num_ranks: int) -> Batch:
-        rows = rows_of_rank(self.sequences_per_step, rank, num_ranks)
-        draws = np.random.default_rng(seed).random((self.sequences_per_step, self.context))[rows.start : rows.stop]
+    def _batch(self, seed: list[int], rows: list[int]) -> Batch:
+        draws = np.random.default_rng(seed).random((self.sequences_per_step, self.context))[rows]
         sequences = torch.from_numpy(self._sequences(draws))
         return Batch(inputs=sequences[:, :-1], targets=sequences[:, 1:])
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from gatelab.data.settings import CorpusSettings
+from gatelab.files import parse_json
 
 SUFFIXES = (".txt", ".jsonl", ".parquet")
 LOCAL_BUILDERS = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
@@ -82,11 +83,14 @@ def read_hugging_face(settings: CorpusSettings) -> Iterator[Document]:
             revision=settings.revision,
             streaming=True,
         )
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:  # the last for a dataset that is a script
         reason = str(error).partition("\n")[0]
         raise ValueError(
             f"the dataset {settings.path!r} (config {settings.config}, split {split}) can't be opened: {reason}"
         ) from None
+    wanted = [field for field in (settings.text_field, settings.title_field) if field is not None]
+    if set(wanted) <= set(rows.column_names or ()):
+        rows = rows.select_columns(wanted)  # nothing decodes images, sound or documents that nobody asked for
     for number, row in enumerate(rows, start=1):
         yield from _document(row, settings, f"{settings.path}, row {number}")
 
@@ -96,7 +100,7 @@ def _json_lines(path: Path) -> Iterator[Any]:
         for number, line in enumerate(stream, start=1):
             if line.strip():
                 try:
-                    yield json.loads(_decoded(line, f"{path}, line {number}"))
+                    yield parse_json(_decoded(line, f"{path}, line {number}"))
                 except json.JSONDecodeError as error:
                     raise ValueError(f"{path}, line {number} is not JSON: {error.msg}") from None
 

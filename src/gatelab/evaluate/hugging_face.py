@@ -12,8 +12,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from gatelab.evaluate.gguf_header import require_sound_gguf
 from gatelab.evaluate.memory import require_memory
 from gatelab.evaluate.model_tokenizer import ModelTokenizer, from_hugging_face
+from gatelab.interop.tensor_files import INDEX, indexed_files
 
 WITHOUT_ATTENTION = {"linear_attention", "conv", "mamba", "mamba2", "recurrent", "mlp", "moe"}
 # Inside the attention of a text decoder's layer; parts that see images or predict further tokens may be left out.
@@ -45,11 +47,13 @@ def load(
     name = place if gguf_file is None else str(Path(place) / gguf_file)
     source: dict[str, Any] = {}
     if gguf_file is None:
+        _require_plain_folder(Path(place))
         with _explained(name, unreadable):
             settings = dict(transformers.PreTrainedConfig.get_config_dict(place)[0])
         _require_no_foreign_code(name, settings, transformers)
     else:
         _require_gguf_packages(name)
+        require_sound_gguf(Path(name))
         source["gguf_file"] = gguf_file
     with _explained(name, unreadable):
         config = transformers.AutoConfig.from_pretrained(place, trust_remote_code=False, **source)
@@ -64,6 +68,7 @@ def load(
             config=config,
             dtype=dtype,
             weights_only=True,
+            use_safetensors=gguf_file is None,
             output_loading_info=True,
             trust_remote_code=False,
             **source,
@@ -100,6 +105,17 @@ def _require_gguf_packages(name: str) -> None:
     missing = [package for package in ("gguf", "accelerate") if importlib.util.find_spec(package) is None]
     if missing:
         raise ValueError(f"{name} needs the package {' and '.join(missing)}: install gatelab[hf]")
+
+
+def _require_plain_folder(folder: Path) -> None:
+    """Refuse a folder whose files would have transformers read other ones, elsewhere; a hub name is no folder."""
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"{folder} has an adapter_config.json, which names another model to load in its place; merge the adapter "
+            "into its model and save that, or open the model without it"
+        )
+    if (folder / INDEX).is_file():
+        indexed_files(folder)
 
 
 def _require_no_foreign_code(name: str, settings: Mapping[str, Any], transformers: Any) -> None:

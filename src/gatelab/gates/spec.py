@@ -80,7 +80,7 @@ class GateSpec(Settings):
         "norm before_norm and after_norm are the same place",
     )
     layers: tuple[int, ...] | None = Field(default=None, description="layers that have this gate; all when left out")
-    rank: int | None = Field(default=None, gt=0, description="inner size of a two-matrix projection")
+    rank: int | None = Field(default=None, gt=0, le=2**20, description="inner size of a two-matrix projection")
     initialization: Literal["normal", "zeros"] = Field(
         default="normal",
         description="weights from normal(0, init_std) as the rest, or zeros (with a rank: the second matrix alone)",

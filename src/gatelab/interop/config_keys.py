@@ -26,12 +26,22 @@ OFF_WHEN_FALSE = frozenset({
     "attention_bias", "mlp_bias", "qkv_bias", "use_mrope", "use_sliding_window",
 })  # fmt: skip
 
+# Counts that lists are made of, and far more than any model has: a file must not ask for a billion layers.
+MOST = {
+    "num_hidden_layers": 4096, "num_nextn_predict_layers": 4096, "num_dense_layers": 4096, "num_experts": 65_536,
+    "num_local_experts": 65_536, "n_routed_experts": 65_536,
+}  # fmt: skip
+
 
 class ConfigKeys:
     """The keys of one config.json; :meth:`finish` stops for every key that nobody has read."""
 
     def __init__(self, data: Mapping[str, Any]):
         self.family = str(data.get("model_type"))
+        for key, most in MOST.items():
+            value = data.get(key)
+            if value is not None and (type(value) is not int or not 0 <= value <= most):
+                raise ValueError(f"config.json has {key}={value!r}, which is no number from 0 to {most}")
         self._data = dict(data)
         self._left = set(data) - HARMLESS
 

@@ -74,6 +74,11 @@ def read_checkpoint(config: Mapping[str, Any], files: TensorFiles, layout: Layou
         )
     keys.finish()
     settings = ModelSettings.parse({**fields, "gates": () if gate is None else (gate.to_mapping(),)})
+    if settings.num_layers > len(files):
+        raise ValueError(
+            f"config.json has {settings.num_layers} layers, but the files have {len(files)} tensors in all; "
+            "they are not of this model"
+        )
     ways = partial(ways_of_families, settings=settings, layout=layout, dialects=family.dialects)
     ignored = "|".join([family.ignored, *_predicting_ahead(config, settings)])
     return Checkpoint(settings, layout, our_tensors(files, settings, ways, ignored))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gatelab.files import sha256
+from gatelab.files import parse_json, sha256
 from gatelab.interop import megatron
 from gatelab.interop.families import FAMILIES, Checkpoint, read_checkpoint
 from gatelab.interop.form import MODEL_TYPE, SCHEMA_VERSION
@@ -62,7 +61,7 @@ def open_checkpoint(path: Path, layout: Layout | None = None) -> Checkpoint:
             _verify(path)
         files = open_tensors(path)
         if "model" in files.metadata:
-            settings = json.loads(files.metadata["model"])
+            settings = parse_json(files.metadata["model"])
             return _ours({"model_type": MODEL_TYPE, "gatelab": settings}, files, layout)
     raise ValueError(f"{path} is no checkpoint that GateLab loads: that is {POSSIBLE}")
 
@@ -83,7 +82,7 @@ def is_ours_to_load(path: Path) -> bool:
 def read_config(path: Path) -> dict[str, Any]:
     """The config.json of a folder; ``ValueError`` when it is no JSON mapping."""
     try:
-        config = json.loads((path / CONFIG).read_text(encoding="utf-8"))
+        config = parse_json((path / CONFIG).read_text(encoding="utf-8"))
     except ValueError:
         config = None
     if not isinstance(config, dict):
@@ -118,7 +117,7 @@ def _as_it_is(name: str) -> list[Made]:
 def _verify(path: Path) -> None:
     """Compare the weights of a checkpoint of ours with its manifest."""
     try:
-        manifest = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
+        manifest = parse_json((path / MANIFEST).read_text(encoding="utf-8"))
         version, checksum = manifest["schema_version"], manifest["sha256"][SINGLE]
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{path / MANIFEST} is damaged; take another checkpoint of the run") from None

@@ -12,6 +12,7 @@ import gatelab
 from gatelab.files import write_atomically
 from gatelab.gates.spec import GateSpec
 from gatelab.model.settings import ModelSettings
+from gatelab.report.tables import markdown_text
 from gatelab.settings import Settings
 
 UNKNOWN = "not stated"
@@ -44,12 +45,12 @@ def render_model_card(settings: ModelSettings, card: ModelCard) -> str:
     results = ["| figure | value |", "| --- | --- |", *rows] if rows else [UNKNOWN]
     lines = [
         f"---\n{yaml.safe_dump(front, sort_keys=False)}---",
-        f"# {card.name or 'GateLab model'}",
+        f"# {markdown_text(card.name or 'GateLab model')}",
         f"A decoder with gated attention, saved by GateLab {gatelab.__version__} (gate layout L1).",
         "## Gates",
         "\n".join(gates),
         "## Training",
-        f"- recipe: {card.recipe or UNKNOWN}\n- data: {card.data or UNKNOWN}",
+        f"- recipe: {markdown_text(card.recipe or UNKNOWN)}\n- data: {markdown_text(card.data or UNKNOWN)}",
         "## Results",
         "\n".join(results),
         "## Use",
@@ -70,5 +71,4 @@ def describe_gate(gate: GateSpec) -> str:
 
 
 def _cell(value: object) -> str:
-    text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text.replace("|", "\\|").replace("\n", " ")
+    return f"{value:.6g}" if isinstance(value, float) else markdown_text(str(value))

@@ -12,6 +12,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from gatelab.files import parse_json
+
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COMPILED = "_orig_mod."
 DTYPES = {
@@ -77,7 +79,7 @@ def open_tensors(folder: Path) -> TensorFiles:
             f"{folder} has both {SINGLE} and {INDEX}, which may hold different weights; remove the stale one"
         )
     if (folder / INDEX).is_file():
-        files, expected = _indexed(folder)
+        files, expected = indexed_files(folder)
     elif (folder / SINGLE).is_file():
         files, expected = [folder / SINGLE], None
     else:
@@ -123,10 +125,10 @@ def write_tensors(
     return total
 
 
-def _indexed(folder: Path) -> tuple[list[Path], dict[str, Path]]:
-    """The files of an index, and which tensor it says is in which."""
+def indexed_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
+    """The files of an index, and which tensor it says is in which; ``ValueError`` for one outside of the folder."""
     try:
-        weight_map = dict(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
+        weight_map = dict(parse_json((folder / INDEX).read_text(encoding="utf-8"))["weight_map"])
     except (ValueError, KeyError, TypeError):
         raise ValueError(f"{folder / INDEX} is damaged: it has no weight_map") from None
     expected = {}

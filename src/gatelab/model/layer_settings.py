@@ -96,11 +96,13 @@ class MixtureSettings(Settings):
     The scores are the softmax over all experts, or the sigmoid of each expert's own logit (DeepSeek-V3, 2412.19437).
     """
 
-    num_experts: int = Field(gt=0, description="E")
+    num_experts: int = Field(gt=0, le=65_536, description="E")
     experts_per_token: int = Field(gt=0, description="k")
-    expert_width: int = Field(gt=0, description="feed-forward width of one expert")
+    expert_width: int = Field(gt=0, le=2**20, description="feed-forward width of one expert")
     renormalize: bool = Field(default=True, description="divide the k chosen scores by their sum")
-    shared_width: int | None = Field(default=None, gt=0, description="width of an expert that sees every token")
+    shared_width: int | None = Field(
+        default=None, gt=0, le=2**20, description="width of an expert that sees every token"
+    )
     shared_gate: bool = Field(
         default=False, description="the shared expert's output times a sigmoid, one score for each token (Qwen3-Next)"
     )
@@ -124,7 +126,7 @@ class MixtureSettings(Settings):
 class LayerSettings(Settings):
     """What one layer has otherwise than the model; every default means as the model."""
 
-    num_heads: int | None = Field(default=None, gt=0, description="H, query heads of this layer")
+    num_heads: int | None = Field(default=None, gt=0, le=2**20, description="H, query heads of this layer")
     window: int | None = Field(
         default=None, gt=0, description="a token sees this many tokens, itself the last; all before it when left out"
     )

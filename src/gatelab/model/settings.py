@@ -17,14 +17,18 @@ __all__ = ["LayerSettings", "MixtureSettings", "ModelSettings", "RopeScaling", "
 class ModelSettings(Settings):
     """A pre-norm decoder, its gates included: the shape of Qwen3, and by its options that of families like it."""
 
-    vocab_size: int = Field(gt=0, description="V")
-    width: int = Field(gt=0, description="D")
-    num_layers: int = Field(gt=0, description="L")
-    num_heads: int = Field(gt=0, description="H, query heads")
-    num_kv_heads: int = Field(gt=0, description="K, key/value heads; H/K query heads share one")
-    head_size: int = Field(gt=0, description="C; H C need not equal D")
-    feedforward_width: int = Field(gt=0, description="F of SwiGLU; with a mixture its experts have their own width")
-    max_context: int = Field(gt=0, description="longest sequence that the rotary embedding is meant for, in tokens")
+    vocab_size: int = Field(gt=0, le=2**24, description="V")
+    width: int = Field(gt=0, le=2**20, description="D")
+    num_layers: int = Field(gt=0, le=4096, description="L")
+    num_heads: int = Field(gt=0, le=2**20, description="H, query heads")
+    num_kv_heads: int = Field(gt=0, le=2**20, description="K, key/value heads; H/K query heads share one")
+    head_size: int = Field(gt=0, le=2**20, description="C; H C need not equal D")
+    feedforward_width: int = Field(
+        gt=0, le=2**20, description="F of SwiGLU; with a mixture its experts have their own width"
+    )
+    max_context: int = Field(
+        gt=0, le=2**40, description="longest sequence that the rotary embedding is meant for, in tokens"
+    )
     tied_head: bool = Field(default=True, description="the output head is the embedding matrix")
     qk_norm: bool = Field(default=True, description="RMSNorm of queries and keys, per head, before the rotation")
     sandwich_norm: bool = Field(default=False, description="RMSNorm also after attention and after the feed-forward")
