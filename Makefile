@@ -3,14 +3,17 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test check shapes clean
+.PHONY: demo test long check clean
 
 demo: $(VENV)/.runtime
 	$(BIN)/gatelab demo
 
 test: $(VENV)/.development check
-	$(BIN)/pytest -m "not network and not peer and not gpu"
+	$(BIN)/pytest -m "not long and not network and not peer and not gpu"
 	$(BIN)/pytest --jaxtyping-packages=gatelab.gates,gatelab.model,gatelab.diagnose,gatelab.train,beartype.beartype -m "not compile and not network and not peer and not gpu and not slow" tests/gates tests/model tests/diagnose tests/train
+
+long: $(VENV)/.development
+	$(BIN)/pytest -m long
 
 check: $(VENV)/.development
 	$(BIN)/ruff check .

@@ -18,7 +18,7 @@ from gatelab.study.jobs import JobResult
 from gatelab.study.runner import conduct
 from gatelab.study.study import Study
 from gatelab.train.metrics import read_metrics
-from gatelab.train.parallel import cpu_threads
+from gatelab.train.parallel.process import cpu_threads
 
 STEPS = 150
 LONG = (

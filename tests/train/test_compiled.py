@@ -13,14 +13,14 @@ from tiny_runs import Recording, assert_same_run, tiny_model, tiny_run
 
 from gatelab.gates.variants import VARIANTS
 from gatelab.model.decoder import Decoder
-from gatelab.train import parallel
 from gatelab.train.loop import build, train
 from gatelab.train.metrics import read_metrics
+from gatelab.train.parallel import compilation
 
 pytestmark = [
     pytest.mark.compile,
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),  # PyTorch looks at it
-    pytest.mark.skipif(not parallel.has_cpp_compiler(), reason="there is no C++ compiler with Python's headers"),
+    pytest.mark.skipif(not compilation.has_cpp_compiler(), reason="there is no C++ compiler with Python's headers"),
 ]
 
 
@@ -69,7 +69,7 @@ def test_a_compiled_run_goes_on_where_there_is_no_compiler_only_if_allowed(
 ) -> None:
     with pytest.raises(KeyboardInterrupt):
         train(tiny_run("train.compile=true"), tmp_path / "run", cache, Recording(6))
-    monkeypatch.setattr(parallel, "has_cpp_compiler", lambda: False)
+    monkeypatch.setattr(compilation, "has_cpp_compiler", lambda: False)
     with pytest.raises(ValueError, match=r"other environment.*\n  compiled: True in the folder, False now"):
         train(tiny_run("train.compile=true"), tmp_path / "run", cache)
 
@@ -86,6 +86,6 @@ def test_the_tenth_arm_in_a_process_is_compiled_like_the_first(graphs: list[Any]
 def test_layers_of_one_kind_share_a_graph(graphs: list[Any]) -> None:
     gate = VARIANTS["sdpa_headwise"].gates[0].model_copy(update={"layers": (1, 3)})
     decoder = Decoder(tiny_model(num_layers=5, gates=(gate,)))
-    parallel.compile_layers(decoder)
+    compilation.compile_layers(decoder)
     decoder(torch.zeros(2, 19, dtype=torch.long))
     assert len(graphs) == 2

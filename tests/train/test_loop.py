@@ -18,12 +18,13 @@ from tiny_runs import MIXTURE, Recording, assert_same_run, tiny_run, tiny_text_r
 from gatelab.data.synthetic import BigramBackcopy
 from gatelab.diagnose.measure import Measurement, measure
 from gatelab.model.accounting import count_parameters
-from gatelab.train import parallel, run_folder
+from gatelab.train import run_folder
 from gatelab.train.checkpoint import checkpoints, load_decoder
 from gatelab.train.divergence import DivergedError
 from gatelab.train.evaluation import score
 from gatelab.train.loop import build, train
 from gatelab.train.metrics import count_spikes, read_metrics
+from gatelab.train.parallel import compilation, process
 from gatelab.train.run_folder import RunFolder
 from gatelab.train.source import Source, open_source
 from gatelab.train.step import StepFigures, take_step
@@ -91,7 +92,7 @@ class TestFolder:
         source, decoder = open_source(tiny_run(), cache), load_decoder(checkpoints(folder / "checkpoints")[-1])
         (domain,) = source.heldout.values()
         rows = {kind: read_metrics(folder / "metrics.jsonl", kind)[-1] for kind in ("evaluation", "measurement")}
-        with parallel.cpu_threads(1):
+        with process.cpu_threads(1):
             summary = self._measured(source, decoder, 2).summary()
             partial, whole = score(decoder, domain, 3).figures(), score(decoder, domain).figures()
             final = self._measured(source, decoder, 5)
@@ -406,7 +407,7 @@ class TestBuild:
     def test_without_a_compiler_it_runs_eager_and_says_so_once(
         self, finished: tuple[Path, dict[str, Any]], tmp_path: Path, cache: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        monkeypatch.setattr(parallel, "has_cpp_compiler", lambda: False)
+        monkeypatch.setattr(compilation, "has_cpp_compiler", lambda: False)
         watch = Recording()
         train(tiny_run("train.compile=true"), tmp_path / "run", cache, watch)
         (message,) = watch.messages
@@ -418,20 +419,20 @@ class TestBuild:
     def test_what_compilation_needs(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         """The compiler that PyTorch will call, and Python's headers; another compiler's presence is no help."""
         monkeypatch.setattr(sys, "platform", "linux")
-        monkeypatch.setattr("gatelab.train.parallel.sysconfig.get_path", lambda name: str(tmp_path))
+        monkeypatch.setattr("gatelab.train.parallel.compilation.sysconfig.get_path", lambda name: str(tmp_path))
         (tmp_path / "bin").mkdir()
         monkeypatch.setenv("PATH", str(tmp_path / "bin"))
         monkeypatch.delenv("CXX", raising=False)
         (tmp_path / "Python.h").touch()
         for name in ("clang++", "g++"):
-            assert not parallel.has_cpp_compiler()
+            assert not compilation.has_cpp_compiler()
             (tmp_path / "bin" / name).touch(mode=0o755)
-        assert parallel.has_cpp_compiler()
+        assert compilation.has_cpp_compiler()
         monkeypatch.setenv("CXX", "my-compiler")
-        assert not parallel.has_cpp_compiler()
+        assert not compilation.has_cpp_compiler()
         monkeypatch.delenv("CXX")
         (tmp_path / "Python.h").unlink()
-        assert not parallel.has_cpp_compiler()
+        assert not compilation.has_cpp_compiler()
 
     def test_mixtures_and_recomputation_do_not_change_the_loss(self, tmp_path: Path, cache: Path) -> None:
         for name, overrides in {"plain": [], "recomputed": ["train.recompute=true"]}.items():

@@ -16,8 +16,8 @@ from gatelab.model.initialization import initialize
 from gatelab.model.masks import PADDING
 from gatelab.model.moe import RouterStatistics, balance_loss, router_z_loss
 from gatelab.model.perplexity import token_nats
-from gatelab.train import parallel
 from gatelab.train.optimizer import build_optimizer, set_learning_rate
+from gatelab.train.parallel import compilation
 from gatelab.train.settings import TrainSettings
 from gatelab.train.step import SumOfNats, take_step
 
@@ -219,7 +219,7 @@ def test_recomputation_counts_nothing_twice(accumulation: int) -> None:
         for layer in decoder.model.layers:
             layer.mlp.register_forward_pre_hook(lambda module, arguments, calls=calls: calls.append(1))
         if recompute:
-            parallel.recompute_layers(decoder)
+            compilation.recompute_layers(decoder)
         settings = mixture_settings(accumulation=accumulation, optimizer={})
         optimizer = build_optimizer(decoder, settings.optimizer)
         set_learning_rate(optimizer, 1.0)

@@ -41,16 +41,19 @@ def train(
     out: Annotated[Path | None, typer.Option(help="the run's folder; runs/RECIPE when left out")] = None,
     cache: Cache = DEFAULT_CACHE,
 ) -> None:
-    """Train one decoder; run again to continue where it was."""
+    """Train one decoder; run again to continue where it was. Under torchrun its ranks share the run."""
     from gatelab.recipes.table import resolve
     from gatelab.report.progress import TrainingProgress
     from gatelab.train.loop import train as train_run
+    from gatelab.train.parallel.mesh import is_first_process
     from gatelab.train.run_folder import RunFolder
 
     settings = resolve(recipe, assignments or [])
     folder = out or Path("runs") / recipe
-    with TrainingProgress(Console()) as progress:
+    with TrainingProgress(Console(quiet=not is_first_process())) as progress:
         result = train_run(settings, folder, cache.expanduser(), progress)
+    if not is_first_process():
+        return
     typer.echo(json.dumps({"heldout": result["heldout"], "measurement": result["measurement"]}, indent=1))
     typer.echo("\n".join(RunFolder(folder).data["attributions"]))
     typer.echo(f"Run folder: {folder.resolve()}")

@@ -7,7 +7,7 @@ Face's own convention differs twice (k at balance, layers pooled) and is :func:`
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
@@ -102,11 +102,20 @@ def _grouped_linear_outside_graphs(x: Tensor, weight: Tensor, ends: Tensor, has_
     return torch.cat([F.linear(group, expert) for group, expert in zip(groups, weight, strict=True)])
 
 
+@runtime_checkable
+class Exchange(Protocol):
+    """What computes a mixture whose experts are not all here."""
+
+    def __call__(self, experts: Experts, tokens: Tensor, weights: Tensor, chosen: Tensor) -> Float[Tensor, "N D"]:
+        """Each token's (N D) sum of its ``chosen`` experts (N k) times their ``weights`` (N k)."""
+        ...
+
+
 class MixtureOfExperts(nn.Module):
     """Each token's output is the weighted sum of its k best experts, plus a shared expert if there is one.
 
     The weights are the k scores, over their sum if renormalised, times ``routed_scale``. ``selection_bias`` (E) takes
-    part in choosing the k alone.
+    part in choosing the k alone. ``exchange`` may be set from outside, where other ranks have some of the experts.
     """
 
     selection_bias: Tensor | None
@@ -120,6 +129,7 @@ class MixtureOfExperts(nn.Module):
         self.experts = Experts(settings.num_experts, width, settings.expert_width)
         self.shared_expert = FeedForward(width, settings.shared_width) if settings.shared_width else None
         self.shared_expert_gate = Linear(width, 1, bias=False) if settings.shared_gate else None
+        self.exchange: Exchange | None = None
 
     def forward(
         self, x: Float[Tensor, "B T D"], counted: Bool[Tensor, "B T"] | None = None
@@ -131,7 +141,11 @@ class MixtureOfExperts(nn.Module):
         is_softmax = self.router == "softmax"
         scores = logits.softmax(-1) if is_softmax else logits.sigmoid()
         weights, experts = self._choose(scores)
-        output = self._combine(tokens, weights.to(x.dtype), experts).view_as(x)
+        weights = weights.to(x.dtype)
+        if self.exchange is None:
+            output = self._combine(tokens, weights, experts).view_as(x)
+        else:
+            output = self.exchange(self.experts, tokens, weights, experts).view_as(x)
         if self.shared_expert is not None:
             output = output + self._shared(x)
         probabilities = scores if is_softmax else scores / (scores.sum(-1, keepdim=True) + _SMALLEST_SUM)

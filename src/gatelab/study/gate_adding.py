@@ -16,10 +16,10 @@ from gatelab.interop.loading import load
 from gatelab.model.decoder import Decoder
 from gatelab.study.gate_movement import GateMovement, gate_movement
 from gatelab.study.runner import ArmRun, read_arm
-from gatelab.train import parallel
 from gatelab.train.checkpoint import checkpoints, load_decoder
 from gatelab.train.evaluation import score
 from gatelab.train.loop import build, train
+from gatelab.train.parallel.process import cpu_threads, deterministic_kernels
 from gatelab.train.run_folder import RunFolder
 from gatelab.train.settings import RunSettings
 from gatelab.train.source import Source, open_source
@@ -170,7 +170,7 @@ def _keep_start(folder: Path, decoder: Decoder) -> None:
 
 def _examine(settings: RunSettings, source: Source) -> dict[str, Any]:
     """Held-out figures and measurement of the weights before the first step, as the end of a run has them."""
-    with parallel.deterministic_kernels(settings.train.deterministic), parallel.cpu_threads(settings.train.threads):
+    with deterministic_kernels(settings.train.deterministic), cpu_threads(settings.train.threads):
         decoder, _ = build(settings, compiled=False)
         heldout = {name: score(decoder, domain).figures() for name, domain in source.heldout.items()}
         windows = source.measured_windows(settings.train.evaluation.final_measured_windows)

@@ -16,7 +16,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from gatelab.files import atomic_path, require_free_space, sha256, temporary_beside
+from gatelab.files import atomic_path, parse_json, require_free_space, sha256, temporary_beside
 from gatelab.model.decoder import Decoder
 from gatelab.model.settings import ModelSettings
 
@@ -32,7 +32,7 @@ def save_checkpoint(folder: Path, step: int, decoder: Decoder, optimizer: torch.
     """
     num_bytes = 3 * sum(p.numel() * p.element_size() for p in decoder.parameters())
     require_free_space(folder, num_bytes, "a checkpoint")
-    target = folder / f"step_{step:08d}"
+    target = path_of_step(folder, step)
     with atomic_path(target) as temporary:
         temporary.mkdir()
         try:
@@ -51,6 +51,11 @@ def save_checkpoint(folder: Path, step: int, decoder: Decoder, optimizer: torch.
 def checkpoints(folder: Path) -> list[Path]:
     """The complete checkpoints of a folder, oldest first."""
     return sorted(folder.glob("step_" + 8 * "[0-9]"))
+
+
+def path_of_step(folder: Path, step: int) -> Path:
+    """Where the checkpoint after ``step`` steps is."""
+    return folder / f"step_{step:08d}"
 
 
 def step_of(path: Path) -> int:
@@ -91,7 +96,7 @@ def stored_settings(path: Path) -> ModelSettings:
     text = _metadata(path).get("model")
     if text is None:
         raise ValueError(f"{path} does not say what model its weights are of; it was not written by GateLab's training")
-    return ModelSettings.parse(json.loads(text))
+    return ModelSettings.parse(parse_json(text))
 
 
 def require_layout(path: Path) -> None:
@@ -128,7 +133,7 @@ def _verify(path: Path) -> None:
     file = path / MANIFEST
     try:
         text = file.read_bytes().decode()
-        manifest = json.loads(text)
+        manifest = parse_json(text)
         version, checksums = manifest["schema_version"], dict(manifest["sha256"])
     except (OSError, ValueError, KeyError, TypeError):
         raise ValueError(f"{file} is missing or damaged; {way_out}") from None

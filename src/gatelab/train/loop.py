@@ -4,26 +4,30 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from filelock import FileLock, Timeout
 from torch import Tensor
 
+from gatelab.data.loader import rows_in_pieces
 from gatelab.diagnose.measure import measure
 from gatelab.files import kept_if_used, remove_leftovers, require_folder, require_free_space
 from gatelab.model.accounting import training_state_bytes
 from gatelab.model.decoder import Decoder
 from gatelab.model.initialization import initialize
 from gatelab.model.perplexity import token_nats
-from gatelab.train import parallel
-from gatelab.train.checkpoint import checkpoints, load_checkpoint, save_checkpoint
-from gatelab.train.divergence import require_finite
+from gatelab.train.checkpoint import checkpoints, load_checkpoint, path_of_step, save_checkpoint
+from gatelab.train.divergence import NonfiniteSteps, require_finite
 from gatelab.train.evaluation import score
-from gatelab.train.metrics import MetricsLog, SpikeMonitor, read_metrics
+from gatelab.train.metrics import Log, MetricsLog, SpikeMonitor, UnwrittenLog, read_metrics
 from gatelab.train.optimizer import build_optimizer, set_learning_rate
+from gatelab.train.parallel import compilation, process
+from gatelab.train.parallel.mesh import ALONE, Ranks, require_divisible, running_ranks
+from gatelab.train.parallel.placement import place
+from gatelab.train.parallel.state import load_optimizer_state, spread_state, whole_decoder, whole_optimizer_state
 from gatelab.train.result import conclude
 from gatelab.train.run_folder import RunFolder, describe_environment
 from gatelab.train.schedule import rate_factor
@@ -40,65 +44,96 @@ def train(settings: RunSettings, folder: Path, cache: Path, watch: Watch | None 
 
     Killed at any moment and called again, it ends with the same bits as if it had never stopped (in deterministic mode,
     on the same torch, instruction set and threads). A finished run is returned at once. ``cache`` holds downloads and
-    token shards. Raises ``ValueError`` before any work, and leaves nothing behind, when the folder holds a study, part
-    of a run, or a run with other settings, data or environment, and
-    :class:`~gatelab.train.divergence.DivergedError` when a loss, a gradient or a measured figure is no longer finite.
+    token shards. Every rank that torchrun started calls this; the first alone writes, and shows ``watch`` the run.
+    Raises ``ValueError`` before any work, and leaves nothing behind, when the folder holds a study, part
+    of a run, or a run with other settings, data or environment; ``OSError`` when the disk is full or read-only; and
+    :class:`~gatelab.train.divergence.DivergedError` when a loss, a gradient or a measured figure is no longer finite
+    (for a loss or a gradient see ``train.on_nonfinite``).
     """
-    watch = watch or Unwatched()
-    run, steps, evaluation = RunFolder(folder), settings.train.steps, settings.train.evaluation
-    run.require_whole()
-    require_folder(cache)
     with (
-        kept_if_used(folder, folder / ".lock", lock=_only_process_in(folder)),
-        parallel.deterministic_kernels(settings.train.deterministic),
-        parallel.cpu_threads(settings.train.threads),
+        running_ranks(settings.train.parallel) as ranks,
+        process.deterministic_kernels(settings.train.deterministic),
+        process.cpu_threads(settings.train.threads),
     ):
-        _require_resumable(run, settings)
-        source = open_source(settings, cache, lambda stage, num_bytes: watch.message(stage) if not num_bytes else None)
-        data = _describe_data(source, settings.train.start_from)
-        run.require_same_data(data)
-        if run.result is not None:
-            return run.result
-        compiled = _can_compile(settings, watch)
-        run.begin(settings, describe_environment(compiled), data, source.tokenizer)
+        watch = watch if watch is not None and ranks.is_first else Unwatched()
+        run = RunFolder(folder)
+        require_divisible(settings.model, settings.train.parallel)
+        rows_in_pieces(settings.train.sequences_per_step, 0, ranks.num_data_ranks, settings.train.accumulation)
+        with run.explained(cache), _prepared_folder(run, settings, cache) if ranks.is_first else nullcontext():
+            return _train(run, settings, _open(settings, cache, watch, ranks), watch, ranks)
 
-        decoder, sum_of_nats = build(settings, compiled)
-        optimizer = build_optimizer(decoder, settings.train.optimizer)
-        done = _resume(run, decoder, optimizer)
-        clock = Clock(settings)
-        watch.start_run(folder.name, steps, done)
-        with closing(MetricsLog(run.metrics, done, settings.train.tensorboard)) as log:
-            spikes = SpikeMonitor(read_metrics(run.metrics, "step"))
-            if done == 0:
-                _measure(run, log, done, decoder, source, evaluation.measured_windows)
-                if settings.train.start_from is not None:
-                    _evaluate(run, log, done, decoder, source, evaluation.windows)
-            while done < steps:
-                clock.start()
-                set_learning_rate(optimizer, rate_factor(done, steps, settings.train.schedule))
-                figures = take_step(decoder, optimizer, source.train.batch(done), sum_of_nats, settings.train)
-                seconds = clock.stop()
-                require_finite(run, done, f"step {done + 1}", figures._asdict())
-                done += 1
+
+def _train(run: RunFolder, settings: RunSettings, source: Source, watch: Watch, ranks: Ranks) -> dict[str, Any]:
+    """The run itself, on one rank, once its folder and data are ready."""
+    steps, evaluation, checkpoint = settings.train.steps, settings.train.evaluation, settings.train.checkpoint
+    data = _describe_data(source, settings.train.start_from)
+    run.require_same_data(data)
+    if run.result is not None:
+        return run.result
+    compiled = _can_compile(settings, watch)
+    if ranks.is_first:
+        run.begin(settings, describe_environment(compiled), data, source.tokenizer)
+    state = _begin(run, settings, compiled, ranks)
+    done = state.done
+    clock = Clock(settings)
+    watch.start_run(run.path.name, steps, done)
+    with closing(_open_log(run, done, settings, ranks)) as log:
+        nonfinite = NonfiniteSteps(run, settings.train, done)
+        spikes = SpikeMonitor(read_metrics(run.metrics, "step") if ranks.is_first else ())
+        if done == 0:
+            _measure(run, log, done, state.decoder, source, evaluation.measured_windows, ranks)
+            if settings.train.start_from is not None:
+                _evaluate(run, log, done, state.decoder, source, evaluation.windows)
+        while done < steps:
+            clock.start()
+            set_learning_rate(state.optimizer, rate_factor(done, steps, settings.train.schedule))
+            batch = source.train.batch(done, ranks.data_rank, ranks.num_data_ranks, settings.train.accumulation)
+            figures = take_step(state.decoder, state.optimizer, batch, state.sum_of_nats, settings.train, ranks)
+            seconds = clock.stop()
+            event = nonfinite.event(done, figures._asdict())
+            done += 1
+            if event is not None:
+                log.write("event", done, **event)
+                _pass_over(run, done, event, state, settings, watch, ranks)
+            else:
                 if spikes.add(done, figures.loss):
                     watch.message(f"step {done:,} has loss {figures.loss:.3f}, spike number {spikes.count} of this run")
                 log.write("step", done, **figures._asdict(), loss_spikes_live=spikes.count, seconds=seconds)
                 watch.update(done, figures.loss, clock.tokens_per_second, clock.peak_share)
-                if done % evaluation.every == 0 or done == steps:
-                    _evaluate(run, log, done, decoder, source, evaluation.windows)
-                if done % evaluation.measure_every == 0 or done == steps:
-                    _measure(run, log, done, decoder, source, evaluation.measured_windows)
-                if done % settings.train.checkpoint.every == 0 or done == steps:
-                    log.flush_to_disk()
-                    save_checkpoint(run.checkpoints, done, decoder, optimizer, settings.train.checkpoint.keep)
-        result = conclude(run, settings, decoder, source, clock.peak_flops)
-        watch.finish_run(_summary(result))
-        return result
+            if done % evaluation.every == 0 or done == steps:
+                _evaluate(run, log, done, state.decoder, source, evaluation.windows)
+            if done % evaluation.measure_every == 0 or done == steps:
+                _measure(run, log, done, state.decoder, source, evaluation.measured_windows, ranks)
+            if done % checkpoint.every == 0 or done == steps:
+                log.flush_to_disk()
+                _save(run, done, state, settings, ranks)
+    result = conclude(run, settings, state.decoder, source, clock.peak_flops, ranks)
+    watch.finish_run(_summary(result))
+    return result
 
 
-def build(settings: RunSettings, compiled: bool) -> tuple[Decoder, SumOfNats]:
-    """A run's decoder, with its weights before the first step, and its loss function."""
-    parallel.keep_freed_memory()
+class _State(NamedTuple):
+    """What trains on this rank, after ``done`` steps."""
+
+    decoder: Decoder
+    optimizer: torch.optim.Optimizer
+    sum_of_nats: SumOfNats
+    done: int
+
+
+def build(settings: RunSettings, compiled: bool, ranks: Ranks = ALONE) -> tuple[Decoder, SumOfNats]:
+    """A run's decoder with its weights before the first step, spread over the ranks, and its loss function."""
+    decoder = _first_decoder(settings)
+    place(decoder, settings.train, ranks, compiled)
+
+    def sum_of_nats(state: Tensor, targets: Tensor) -> Tensor:
+        return token_nats(decoder.logits(state), targets).sum()
+
+    return decoder, compilation.compile_loss(sum_of_nats) if compiled else sum_of_nats
+
+
+def _first_decoder(settings: RunSettings) -> Decoder:
+    process.keep_freed_memory()
     dtype = getattr(torch, settings.train.precision)
     decoder = Decoder(settings.model)
     if settings.train.start_from is None:
@@ -107,16 +142,82 @@ def build(settings: RunSettings, compiled: bool) -> tuple[Decoder, SumOfNats]:
     if settings.train.start_from is not None:
         load_start(Path(settings.train.start_from), decoder)
     decoder.activation_dtype = dtype
+    return decoder
 
-    def sum_of_nats(state: Tensor, targets: Tensor) -> Tensor:
-        return token_nats(decoder.logits(state), targets).sum()
 
-    if settings.train.recompute:
-        parallel.recompute_layers(decoder)
-    if not compiled:
-        return decoder, sum_of_nats
-    parallel.compile_layers(decoder)
-    return decoder, parallel.compile_loss(sum_of_nats)
+def _begin(run: RunFolder, settings: RunSettings, compiled: bool, ranks: Ranks) -> _State:
+    """The state before the first step, or that of the newest checkpoint."""
+    decoder, sum_of_nats = build(settings, compiled, ranks)
+    optimizer = build_optimizer(decoder, settings.train.optimizer)
+    state, saved = _State(decoder, optimizer, sum_of_nats, 0), checkpoints(run.checkpoints)
+    return state._replace(done=_load(saved[-1], state, settings, ranks)) if saved else state
+
+
+def _load(path: Path, state: _State, settings: RunSettings, ranks: Ranks) -> int:
+    """Fill what trains on this rank from a checkpoint and return the number of steps done."""
+    if ranks.mesh is None:
+        return load_checkpoint(path, state.decoder, state.optimizer)
+    whole = Decoder(settings.model).to(next(state.decoder.parameters()).dtype)
+    whole_optimizer = build_optimizer(whole, settings.train.optimizer)
+    done = load_checkpoint(path, whole, whole_optimizer)
+    spread_state(whole, whole_optimizer, state.decoder, state.optimizer)
+    return done
+
+
+def _pass_over(
+    run: RunFolder,
+    done: int,
+    event: dict[str, Any],
+    state: _State,
+    settings: RunSettings,
+    watch: Watch,
+    ranks: Ranks,
+) -> None:
+    """Go on without the update of step ``done``, from the weights before it or those of the event's checkpoint."""
+    text = f"step {done:,} has loss {event['loss']}, gradient norm {event['gradient_norm']}: its update is skipped"
+    if "checkpoint" in event:
+        _load(path_of_step(run.checkpoints, event["checkpoint"]), state, settings, ranks)
+        text += f", and the weights are those after step {event['checkpoint']:,} again"
+    watch.message(text)
+
+
+def _save(run: RunFolder, done: int, state: _State, settings: RunSettings, ranks: Ranks) -> None:
+    """Write a checkpoint of what the ranks have between them."""
+    decoder, optimizer, keep = state.decoder, state.optimizer, settings.train.checkpoint.keep
+    if ranks.mesh is None:
+        save_checkpoint(run.checkpoints, done, decoder, optimizer, keep)
+        return
+    whole = whole_decoder(decoder, ranks)
+    state_by_name = whole_optimizer_state(decoder, optimizer)
+    if whole is not None:
+        optimizer = build_optimizer(whole, settings.train.optimizer)
+        load_optimizer_state(whole, optimizer, state_by_name)
+        save_checkpoint(run.checkpoints, done, whole, optimizer, keep)
+    ranks.wait()
+
+
+@contextmanager
+def _prepared_folder(run: RunFolder, settings: RunSettings, cache: Path) -> Iterator[None]:
+    """The run's folder, locked and found fit to begin or go on; it is gone again if nothing is kept in it."""
+    run.require_whole()
+    require_folder(cache)
+    with kept_if_used(run.path, run.path / ".lock", lock=_only_process_in(run.path)):
+        _require_resumable(run, settings)
+        yield
+
+
+def _open(settings: RunSettings, cache: Path, watch: Watch, ranks: Ranks) -> Source:
+    """The run's data, which the first rank prepares for all."""
+    if not ranks.is_first:
+        ranks.wait()
+    source = open_source(settings, cache, lambda stage, num_bytes: watch.message(stage) if not num_bytes else None)
+    if ranks.is_first:
+        ranks.wait()
+    return source
+
+
+def _open_log(run: RunFolder, done: int, settings: RunSettings, ranks: Ranks) -> Log:
+    return MetricsLog(run.metrics, done, settings.train.tensorboard) if ranks.is_first else UnwrittenLog()
 
 
 @contextmanager
@@ -152,18 +253,13 @@ def _can_compile(settings: RunSettings, watch: Watch) -> bool:
     """Whether the run is compiled; a user who asked for it and has no compiler is told so."""
     if not settings.train.compile:
         return False
-    if not parallel.has_cpp_compiler():
+    if not compilation.has_cpp_compiler():
         watch.message(
             "Nothing is compiled, because no C++ compiler with Python's headers was found: training is slower, and "
             "its result is the same up to rounding."
         )
         return False
     return True
-
-
-def _resume(run: RunFolder, decoder: Decoder, optimizer: torch.optim.Optimizer) -> int:
-    saved = checkpoints(run.checkpoints)
-    return load_checkpoint(saved[-1], decoder, optimizer) if saved else 0
 
 
 def _describe_data(source: Source, start_from: str | None) -> dict[str, Any]:
@@ -175,7 +271,7 @@ def _describe_data(source: Source, start_from: str | None) -> dict[str, Any]:
     return data if start_from is None else data | {"start_weights": start_checksum(Path(start_from))}
 
 
-def _evaluate(run: RunFolder, log: MetricsLog, done: int, decoder: Decoder, source: Source, num_windows: int) -> None:
+def _evaluate(run: RunFolder, log: Log, done: int, decoder: Decoder, source: Source, num_windows: int) -> None:
     for name, domain in source.heldout.items():
         began = time.perf_counter()
         figures = score(decoder, domain, num_windows).figures()
@@ -183,13 +279,19 @@ def _evaluate(run: RunFolder, log: MetricsLog, done: int, decoder: Decoder, sour
         log.write("evaluation", done, domain=name, **figures, seconds=time.perf_counter() - began)
 
 
-def _measure(run: RunFolder, log: MetricsLog, done: int, decoder: Decoder, source: Source, num_windows: int) -> None:
+def _measure(
+    run: RunFolder, log: Log, done: int, decoder: Decoder, source: Source, num_windows: int, ranks: Ranks
+) -> None:
+    """Measure the whole model on the first rank, while the others wait."""
     began = time.perf_counter()
-    windows = source.measured_windows(num_windows)
-    sets = source.query_sets(windows.inputs)
-    summary = measure(decoder, windows.inputs, documents=windows.documents, query_sets=sets).summary()
-    require_finite(run, done, f"the measurement after step {done}", summary)
-    log.write("measurement", done, **summary, seconds=time.perf_counter() - began)
+    whole = whole_decoder(decoder, ranks)
+    if whole is not None:
+        windows = source.measured_windows(num_windows)
+        sets = source.query_sets(windows.inputs)
+        summary = measure(whole, windows.inputs, documents=windows.documents, query_sets=sets).summary()
+        require_finite(run, done, f"the measurement after step {done}", summary)
+        log.write("measurement", done, **summary, seconds=time.perf_counter() - began)
+    ranks.wait()
 
 
 def _summary(result: dict[str, Any]) -> str:

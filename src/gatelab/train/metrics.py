@@ -11,15 +11,16 @@ from typing import Any, TextIO
 
 import numpy as np
 
-from gatelab.files import write_atomically
+from gatelab.files import parse_json, write_atomically
 
 SPIKE_WINDOW, SPIKE_THRESHOLD, SPIKE_FIRST_STEP = 101, 0.1, 2000
 
 
 class MetricsLog:
-    """``metrics.jsonl``: a row for each event, with its ``kind`` ("step", "evaluation", "measurement") and ``step``.
+    """``metrics.jsonl``: a row for each thing done, with its ``kind`` and ``step``, which counts completed steps.
 
-    ``step`` counts completed steps. Opening a log keeps the rows up to ``completed`` and drops what a run that was
+    Kinds are "step", "evaluation", "measurement", and "event": a step without an update, because its loss or gradient
+    was not finite; it has no row "step". Opening a log keeps the rows up to ``completed`` and drops what a run that was
     killed wrote after its last checkpoint, so that every step is recorded exactly once; ``ValueError`` when rows are
     missing. With ``tensorboard`` every figure goes there too; ``ValueError`` when the package is absent.
     """
@@ -27,7 +28,7 @@ class MetricsLog:
     def __init__(self, path: Path, completed: int = 0, tensorboard: bool = False):
         self._events = _event_writer(path.parent / "tensorboard", completed) if tensorboard else None
         kept = [row for row in read_metrics(path) if row["step"] <= completed] if completed else []
-        if [row["step"] for row in kept if row["kind"] == "step"] != list(range(1, completed + 1)):
+        if [row["step"] for row in kept if row["kind"] in ("step", "event")] != list(range(1, completed + 1)):
             raise ValueError(f"{path} does not hold steps 1 to {completed}, each once; begin again in another folder")
         write_atomically(path, "".join(_to_line(row) for row in kept))
         self._stream: TextIO = path.open("a", encoding="utf-8")
@@ -52,6 +53,17 @@ class MetricsLog:
             self._events.close()
 
 
+class UnwrittenLog:
+    """The log of a rank that writes none."""
+
+    def write(self, kind: str, step: int, **figures: Any) -> None: ...
+    def flush_to_disk(self) -> None: ...
+    def close(self) -> None: ...
+
+
+Log = MetricsLog | UnwrittenLog
+
+
 def _to_line(row: dict[str, Any]) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
@@ -73,7 +85,7 @@ def read_metrics(path: Path, kind: str | None = None) -> list[dict[str, Any]]:
         if not line.endswith("\n"):
             break
         try:
-            row = json.loads(line)
+            row = parse_json(line)
             if kind is None or row["kind"] == kind:
                 rows.append(row)
         except (ValueError, KeyError, TypeError):

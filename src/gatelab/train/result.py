@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from gatelab.diagnose.measure import measure
+from gatelab.diagnose.measurement import Measurement
 from gatelab.files import atomic_path, write_atomically
 from gatelab.model.accounting import count_parameters, flops_per_token_forward, flops_per_token_training
 from gatelab.model.decoder import Decoder
@@ -17,33 +18,52 @@ from gatelab.model.perplexity import mean_perplexity
 from gatelab.train.divergence import require_finite
 from gatelab.train.evaluation import Score, score
 from gatelab.train.metrics import count_spikes, read_metrics, spikes_per_10k_steps
+from gatelab.train.parallel.mesh import ALONE, Ranks
+from gatelab.train.parallel.state import whole_decoder
 from gatelab.train.run_folder import RunFolder
 from gatelab.train.settings import RunSettings
 from gatelab.train.source import Source
 
 
 def conclude(
-    run: RunFolder, settings: RunSettings, decoder: Decoder, source: Source, peak_flops: float
+    run: RunFolder,
+    settings: RunSettings,
+    decoder: Decoder,
+    source: Source,
+    peak_flops: float,
+    ranks: Ranks = ALONE,
 ) -> dict[str, Any]:
-    """Score every held-out token, measure sinks and gates, write the run's last files and return ``result.json``."""
+    """Score every held-out token, measure sinks and gates, write the run's last files and return ``result.json``.
+
+    All ranks score; the first measures the whole model and writes.
+    """
     scores = {name: score(decoder, domain) for name, domain in source.heldout.items()}
     heldout = {name: one.figures() for name, one in scores.items()}
     for name, figures in heldout.items():
         require_finite(run, settings.train.steps, f"held-out {name}", figures)
-    _save_documents(run, scores, source)
+    whole = whole_decoder(decoder, ranks)
+    if whole is not None:
+        _save_documents(run, scores, source)
+        measurement = _measure_whole(run, settings, whole, source)
+        result = {
+            "heldout": heldout,
+            "mean_perplexity": mean_perplexity(figures["perplexity"] for figures in heldout.values()),
+            "measurement": measurement.summary(),
+            **_cost(run, settings, peak_flops),
+        }
+        run.finish(result)
+    ranks.wait()
+    assert run.result is not None
+    return run.result
+
+
+def _measure_whole(run: RunFolder, settings: RunSettings, decoder: Decoder, source: Source) -> Measurement:
     windows = source.measured_windows(settings.train.evaluation.final_measured_windows)
     sets = source.query_sets(windows.inputs)
     measurement = measure(decoder, windows.inputs, documents=windows.documents, query_sets=sets)
     require_finite(run, settings.train.steps, "the last measurement", measurement.summary())
     write_atomically(run.measurement, json.dumps(measurement.to_mapping(), indent=1, allow_nan=False) + "\n")
-    result = {
-        "heldout": heldout,
-        "mean_perplexity": mean_perplexity(figures["perplexity"] for figures in heldout.values()),
-        "measurement": measurement.summary(),
-        **_cost(run, settings, peak_flops),
-    }
-    run.finish(result)
-    return result
+    return measurement
 
 
 def _save_documents(run: RunFolder, scores: dict[str, Score], source: Source) -> None:
@@ -81,6 +101,7 @@ def _cost(run: RunFolder, settings: RunSettings, peak_flops: float) -> dict[str,
         "training_seconds": training_seconds,
         "evaluation_seconds": sum(row["seconds"] for row in rows if row["kind"] == "evaluation"),
         "measurement_seconds": sum(row["seconds"] for row in rows if row["kind"] == "measurement"),
+        "nonfinite_steps": [row for row in rows if row["kind"] == "event"],
         "loss_spikes": count_spikes(*curve),
         "loss_spikes_per_10k_steps": spikes_per_10k_steps(*curve),
     }

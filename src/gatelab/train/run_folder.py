@@ -7,8 +7,11 @@ all, ``result.json``.
 
 from __future__ import annotations
 
+import errno
 import json
 import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +19,23 @@ import torch
 
 import gatelab
 from gatelab.data.tokenizer import Tokenizer
-from gatelab.files import require_folder, write_atomically
+from gatelab.files import parse_json, require_folder, write_atomically
 from gatelab.settings import difference
 from gatelab.train.checkpoint import checkpoints
 from gatelab.train.settings import RunSettings
 
-CHANGEABLE = ("train.checkpoint.", "train.evaluation.", "train.tensorboard")
+CHANGEABLE = (
+    "train.checkpoint.",
+    "train.evaluation.",
+    "train.tensorboard",
+    "train.parallel.",
+    "train.on_nonfinite",
+    "train.max_nonfinite",
+    "data.num_processes",
+)
 DECIDES_BITS = ("torch", "instruction_set", "threads", "compiled")
 STUDY_FILE = "study.yaml"
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 SHAPES: dict[str, dict[str, type]] = {
     "environment.json": {},
     "data.json": {"fingerprint": str, "heldout": list, "attributions": list},
@@ -72,6 +84,21 @@ class RunFolder:
         """The figures of a finished run; ``None`` while it is not."""
         return self._read_json("result.json") if (self.path / "result.json").exists() else None
 
+    @contextmanager
+    def explained(self, cache: Path) -> Iterator[None]:
+        """Turn the system's error for a disk that is full or read-only into a sentence that says what is kept."""
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in UNWRITABLE:
+                raise
+            saved = checkpoints(self.checkpoints)
+            kept = f"the last good checkpoint is {saved[-1]}" if saved else "there is no checkpoint yet"
+            raise OSError(
+                f"{error.filename or f'{self.path} or {cache}'} can't be written: {error.strerror}; {kept}. Free some "
+                "space or make the folder writable, and the same command goes on from there"
+            ) from error
+
     def require_whole(self) -> None:
         """Raise ``ValueError`` when no run can begin or go on here: a study, leftovers, a missing or damaged file."""
         require_folder(self.path)
@@ -89,6 +116,7 @@ class RunFolder:
                     "restore it or choose another folder"
                 )
             return
+        self._require_inside()
         for name in SHAPES:
             if name != "result.json" or (self.path / name).exists():
                 self._read_json(name)
@@ -98,10 +126,18 @@ class RunFolder:
                 "restore it or choose another folder"
             )
 
+    def _require_inside(self) -> None:
+        """Raise ``ValueError`` for a file that is a link out of the folder: a run that goes on would write there."""
+        whole = self.path.resolve()
+        for path in [*self.path.iterdir(), *(self.checkpoints.iterdir() if self.checkpoints.is_dir() else ())]:
+            if not path.resolve().is_relative_to(whole):
+                raise ValueError(f"{path} is a link out of the run's folder; put the file itself there")
+
     def require_same_settings(self, settings: RunSettings) -> None:
         """Raise ``ValueError`` that shows the difference when a run with other settings was begun here.
 
-        What is watched and saved on the way may differ: it changes nothing that is trained.
+        What is watched and saved on the way may differ: it changes nothing that is trained. So may what is done about
+        a step that is not finite, or a run that it stopped could not go on.
         """
         if not self.is_started:
             return
@@ -158,7 +194,7 @@ class RunFolder:
         """A mapping of the shape in ``SHAPES``; ``ValueError`` names a file that is missing or holds something else."""
         file, way_out = self.path / name, "restore it or choose another folder"
         try:
-            content = json.loads(file.read_text(encoding="utf-8"))
+            content = parse_json(file.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise ValueError(f"{file} of the run is missing; {way_out}") from None
         except ValueError as error:

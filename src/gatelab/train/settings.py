@@ -66,6 +66,50 @@ class CheckpointSettings(Settings):
     )
 
 
+class ParallelSettings(Settings):
+    """How many ranks share a run, and what each of them has; ranks = replicate x shard x tensor.
+
+    Data-parallel ranks (replicate x shard) read different rows of one global batch, so their number changes no batch.
+    """
+
+    replicate: int = Field(default=1, gt=0, description="groups of ranks that each hold all weights between them")
+    shard: int | Literal["all"] = Field(
+        default=1,
+        description="data-parallel ranks that share the weights, gradients and optimizer state of a group (FSDP); "
+        "all: as many as replicate and tensor leave of the ranks that were started",
+    )
+    tensor: int = Field(
+        default=1, gt=0, description="ranks that share every layer's heads, with their gates, and feed-forward width"
+    )
+    expert: int = Field(
+        default=1, gt=0, description="neighbouring shard ranks that share the experts of each mixture; it divides shard"
+    )
+    context: int = Field(default=1, gt=0, description="ranks that share a sequence; 1 alone is possible")
+
+    @model_validator(mode="after")
+    def _check(self) -> ParallelSettings:
+        if self.shard != "all" and self.shard < 1:
+            raise ValueError(f"shard={self.shard} is no number of ranks; give 1 or more, or all")
+        if self.context > 1:
+            raise ValueError(
+                f"context={self.context} is not possible: windows, document masks, sinks and measured attention need "
+                "every key of a sequence on one rank; set context=1 and raise shard or tensor"
+            )
+        if self.expert > 1 and self.tensor > 1:
+            raise ValueError(
+                f"expert={self.expert} with tensor={self.tensor} is not possible: tensor ranks share the experts "
+                "already; set expert=1"
+            )
+        if self.shard != "all" and self.shard % self.expert:
+            raise ValueError(f"expert={self.expert} does not divide shard={self.shard}, whose ranks share the experts")
+        return self
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one process trains by itself."""
+        return self == ParallelSettings()
+
+
 class TrainSettings(Settings):
     """Steps, batch, optimizer, precision, and what is watched on the way."""
 
@@ -91,10 +135,17 @@ class TrainSettings(Settings):
     schedule: ScheduleSettings = ScheduleSettings()
     balance_loss_weight: float = Field(default=1e-2, ge=0, description="for mixtures of experts")
     router_z_loss_weight: float = Field(default=1e-3, ge=0, description="for mixtures of experts")
+    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        default="stop",
+        description="when a step's loss or gradient norm is not finite: end the run, leave the update out, or also go "
+        "back to the weights and optimizer state of the last checkpoint before it and read on after that batch",
+    )
+    max_nonfinite: int = Field(default=10, gt=0, description="skipped or rolled-back steps after which the run stops")
     compile: bool = Field(default=False, description="torch.compile of each layer and the loss; needs a C++ compiler")
     recompute: bool = Field(default=False, description="recompute each layer's activations in the backward pass")
     deterministic: bool = Field(default=True, description="deterministic kernels only: the same bits in every run")
     threads: int | None = Field(default=None, gt=0, description="CPU threads; PyTorch's own choice when None")
+    parallel: ParallelSettings = ParallelSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()
     tensorboard: bool = Field(default=False, description="also write TensorBoard events; needs the extra 'track'")

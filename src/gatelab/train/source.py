@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
-from gatelab.data.loader import Batch, TrainLoader, heldout_batches
+from gatelab.data.loader import Batch, MixedLoader, TrainLoader, heldout_batches
 from gatelab.data.prepare import PreparedData, prepare
 from gatelab.data.synthetic import BigramBackcopy
 from gatelab.data.tokenizer import Tokenizer
@@ -41,7 +41,7 @@ class Source:
     A synthetic task has no tokenizer.
     """
 
-    train: TrainLoader | BigramBackcopy
+    train: TrainLoader | MixedLoader | BigramBackcopy
     heldout: dict[str, HeldoutDomain]
     fingerprint: str
     attributions: tuple[str, ...]
@@ -85,7 +85,8 @@ def open_source(settings: RunSettings, cache: Path, on_progress: Callable[[str, 
     if data.tokenizer.path is not None:
         _require_fitting_tokenizer(Path(data.tokenizer.path), data.tokenizer.bos_token, settings.model.vocab_size)
     prepared = prepare(data, cache, on_progress)
-    prepared.train.require_vocabulary(settings.model.vocab_size)
+    for tokens in (prepared.train, *prepared.mixture.values()):
+        tokens.require_vocabulary(settings.model.vocab_size)
     return _text_source(settings, prepared)
 
 
@@ -101,14 +102,11 @@ def _require_fitting_tokenizer(path: Path, bos_token: str, vocab_size: int) -> N
 def _text_source(settings: RunSettings, prepared: PreparedData) -> Source:
     train, data = settings.train, settings.data
     bos_id = prepared.tokenizer.bos_id if data.bos_in_every_window else None
-    loader = TrainLoader(
-        prepared.train,
-        context=data.context,
-        sequences_per_step=train.sequences_per_step,
-        seed=train.seed,
-        bos_id=bos_id,
-        document_masks=data.document_masks,
-    )
+    loader = _training_loader(settings, prepared, bos_id)
+    attributions = prepared.attributions
+    if isinstance(loader, MixedLoader):
+        epochs = ", ".join(f"{label} {number:.2f}" for label, number in loader.epochs(train.steps).items())
+        attributions += (f"training windows are mixed by weight; epochs of each corpus in the whole run: {epochs}",)
     heldout = {}
     for name, tokens in prepared.heldout.items():
         tokens.require_vocabulary(settings.model.vocab_size)
@@ -128,4 +126,22 @@ def _text_source(settings: RunSettings, prepared: PreparedData) -> Source:
             f"the held-out text {measured} is shorter than one window of context={data.context}, so that attention "
             "can't be measured on it; hold out more text or take a smaller context"
         )
-    return Source(loader, heldout, prepared.fingerprint, prepared.attributions, prepared.tokenizer)
+    return Source(loader, heldout, prepared.fingerprint, attributions, prepared.tokenizer)
+
+
+def _training_loader(settings: RunSettings, prepared: PreparedData, bos_id: int | None) -> TrainLoader | MixedLoader:
+    train, data = settings.train, settings.data
+    loaders = {
+        label: TrainLoader(
+            tokens,
+            context=data.context,
+            sequences_per_step=train.sequences_per_step,
+            seed=train.seed,
+            bos_id=bos_id,
+            document_masks=data.document_masks,
+        )
+        for label, tokens in ({data.train.label: prepared.train} | prepared.mixture).items()
+    }
+    if not data.mixture:
+        return loaders[data.train.label]
+    return MixedLoader(loaders, [1.0, *(mixed.weight for mixed in data.mixture)], train.seed)

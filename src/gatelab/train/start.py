@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from gatelab.files import atomic_path, require_free_space
+from gatelab.files import atomic_path, parse_json, require_free_space
 from gatelab.model.decoder import Decoder
 from gatelab.model.settings import ModelSettings
 from gatelab.settings import difference
@@ -82,7 +82,7 @@ def _settings_in(folder: Path) -> ModelSettings:
     if not config.is_file():
         return stored_settings(folder / WEIGHTS)
     try:
-        return ModelSettings.parse(json.loads(config.read_text(encoding="utf-8"))["gatelab"])
+        return ModelSettings.parse(parse_json(config.read_text(encoding="utf-8"))["gatelab"])
     except (KeyError, TypeError, json.JSONDecodeError):
         raise ValueError(
             f"{config} has no settings of a GateLab model; convert the model to GateLab's form first"

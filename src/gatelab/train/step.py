@@ -13,6 +13,8 @@ from gatelab.data.loader import IGNORED, Batch
 from gatelab.model.decoder import Decoder
 from gatelab.model.masks import PADDING
 from gatelab.model.moe import RouterStatistics, balance_loss, router_z_loss
+from gatelab.train.parallel.mesh import ALONE, Ranks
+from gatelab.train.parallel.placement import clip_gradients
 from gatelab.train.settings import TrainSettings
 
 SumOfNats = Callable[[Tensor, Tensor], Tensor]
@@ -27,31 +29,37 @@ class StepFigures(NamedTuple):
 
 
 def take_step(
-    decoder: Decoder, optimizer: torch.optim.Optimizer, batch: Batch, sum_of_nats: SumOfNats, settings: TrainSettings
+    decoder: Decoder,
+    optimizer: torch.optim.Optimizer,
+    batch: Batch,
+    sum_of_nats: SumOfNats,
+    settings: TrainSettings,
+    ranks: Ranks = ALONE,
 ) -> StepFigures:
-    """One optimizer step on one global batch.
+    """One optimizer step on one global batch, of which every data-parallel rank has its rows.
 
     The batch is computed in ``settings.accumulation`` pieces; each piece's loss is divided by the target tokens of
-    the whole batch, and its router losses weigh as much as its share of the tokens that are no padding. Nothing is
-    updated when loss or norm is not finite.
+    the whole batch, and its router losses weigh as much as its share of the tokens that are no padding. Losses and
+    gradients are summed over ranks. Nothing is updated when loss or norm is not finite.
     """
-    num_targets = (batch.targets != IGNORED).sum()
-    num_tokens = batch.inputs.numel() if batch.documents is None else (batch.documents != PADDING).sum()
-    total = torch.zeros((), dtype=torch.float64)
+    num_targets = ranks.sum_over_data((batch.targets != IGNORED).sum())
+    is_token = torch.ones_like(batch.inputs) if batch.documents is None else batch.documents != PADDING
+    num_tokens = ranks.sum_over_data(is_token.sum())
+    total = torch.zeros((), dtype=torch.float64, device=batch.inputs.device)
     routed: RouterStatistics | None = None
     for piece in _pieces(batch, settings.accumulation):
         hidden = decoder.hidden(piece.inputs, piece.documents)
         nats = sum_of_nats(hidden.state, piece.targets)
         loss = nats / num_targets
         if hidden.router is not None:
-            routed = _added(routed, hidden.router)
+            routed = _added(routed, RouterStatistics(*map(ranks.sum_over_data, hidden.router)))
             share = hidden.router.num_tokens[0] / num_tokens
             loss = loss + share * router_loss(hidden.router, routed, settings)
         loss.backward()
         total += nats.detach()
-    clip_norm = settings.optimizer.clip_norm or math.inf
-    norm = torch.nn.utils.clip_grad_norm_(decoder.parameters(), clip_norm)
-    figures = StepFigures(float(total / num_targets), float(norm), optimizer.param_groups[0]["lr"])
+    norm = clip_gradients(decoder.parameters(), settings.optimizer.clip_norm or math.inf)
+    total = ranks.sum_over_data(total)
+    figures = StepFigures(float(total / num_targets), norm, optimizer.param_groups[0]["lr"])
     if math.isfinite(figures.loss) and math.isfinite(figures.gradient_norm):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
@@ -77,5 +85,4 @@ def _pieces(batch: Batch, count: int) -> list[Batch]:
 
 
 def _added(total: RouterStatistics | None, more: RouterStatistics) -> RouterStatistics:
-    detached = RouterStatistics(*(part.detach() for part in more))
-    return detached if total is None else RouterStatistics(*(a + b for a, b in zip(total, detached, strict=True)))
+    return more if total is None else RouterStatistics(*(a + b for a, b in zip(total, more, strict=True)))

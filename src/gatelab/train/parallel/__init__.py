@@ -1,0 +1,1 @@
+"""What is applied to a decoder and its process from outside: ranks, sharding, recomputation, compilation."""
