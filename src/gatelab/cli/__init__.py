@@ -6,7 +6,7 @@ import sys
 
 import typer
 
-from gatelab.cli import catalogue, long_context, models, studies, training
+from gatelab.cli import catalogue, long_context, machine, models, studies, training
 
 COMMANDS = {
     "demo": training.demo,
@@ -23,6 +23,8 @@ COMMANDS = {
     "recipes": catalogue.recipes,
     "settings": catalogue.settings,
     "params": catalogue.params,
+    "plan": machine.plan,
+    "doctor": machine.doctor,
 }
 
 app = typer.Typer(

@@ -1,4 +1,4 @@
-"""The paper's models (arXiv 2505.06708, table 7) and what is known of their training.
+"""The paper's models (arXiv 2505.06708, table 7) and what is known of their training, and one model beyond them.
 
 AdamW's betas, weight decay and clipping and the final rates of the dense runs are not published; those here are usual
 values. The text is a stand-in: the paper's corpus of 4T tokens is not public.
@@ -72,6 +72,27 @@ def paper_moe_15a2b(gate: str = "none", match: Match = "none") -> RunSettings:
         mixture=MixtureSettings(num_experts=128, experts_per_token=8, expert_width=768),
     )
     return _run(with_gate(model, find_variant(gate), match), learning_rate=2e-3)
+
+
+def dense_70b(gate: str = "none", match: Match = "none") -> RunSettings:
+    """71B parameters in 80 layers, 3.5T tokens: not a model of the paper, but the size at which a gate has to pay.
+
+    The sizes are those of Llama 3 70B (arXiv 2407.21783, table 3) with the paper's vocabulary and q/k norm.
+    """
+    model = ModelSettings(
+        vocab_size=152_064,
+        width=8192,
+        num_layers=80,
+        num_heads=64,
+        num_kv_heads=8,
+        head_size=128,
+        feedforward_width=28_672,
+        max_context=4096,
+        matching_multiple=128,
+        tied_head=False,
+    )
+    run = _run(with_gate(model, find_variant(gate), match), learning_rate=1.5e-4)
+    return run.with_overrides(["train.steps=834_465"])
 
 
 def _run(model: ModelSettings, learning_rate: float) -> RunSettings:
