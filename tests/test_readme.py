@@ -33,7 +33,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_readme_has_commands():
-    assert len(COMMANDS) == 12
+    assert len(COMMANDS) == 14
 
 
 @pytest.mark.parametrize("command", COMMANDS)
