@@ -14,7 +14,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize(
-    "variants", [["none", "sdpa_elementwise", "key_headwise"], pytest.param(list(VARIANTS), marks=pytest.mark.slow)]
+    "variants", [["none", "sdpa_elementwise", "key_headwise"], pytest.param(list(VARIANTS), marks=pytest.mark.long)]
 )
 def test_the_whole_check_passes_at_toy_size(variants, monkeypatch):
     monkeypatch.setattr(gpu_check, "VARIANTS", variants)

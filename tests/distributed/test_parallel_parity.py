@@ -14,7 +14,7 @@ def assert_equal_to_one_rank(rows: list[dict[str, Any]]) -> None:
         assert row["float32 gradients"] < 1e-5, row
 
 
-@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("num_ranks", [2, pytest.param(4, marks=pytest.mark.long)])
 def test_every_layout_trains_as_one_rank_does(num_ranks: int) -> None:
     cases = [case for case in layout_cases() if case.num_ranks == num_ranks]
     rows = measured(cases)

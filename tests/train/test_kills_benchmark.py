@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import save_file
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_twenty_kills_change_nothing(tmp_path: Path) -> None:
     found = json.loads(json.dumps(kills.kill(20, 1, tmp_path)))
     assert found["kills"] == 20 and found["differing_files"] == [] and found["passed"]
