@@ -16,6 +16,7 @@ from gatelab.train.divergence import DivergedError
 from gatelab.train.loop import build, train
 from gatelab.train.metrics import read_metrics
 from gatelab.train.optimizer import build_optimizer, set_learning_rate
+from gatelab.train.parallel.process import cpu_threads, deterministic_kernels
 from gatelab.train.run_folder import RunFolder
 from gatelab.train.schedule import rate_factor
 from gatelab.train.settings import RunSettings
@@ -46,6 +47,11 @@ class Poison:
 
 def weights_by_loops(settings: RunSettings, cache: Path, poisoned: dict[int, int | None]) -> dict[str, torch.Tensor]:
     """The last weights when each poisoned step is left out and, if it names a step, that step's state is back."""
+    with deterministic_kernels(settings.train.deterministic), cpu_threads(settings.train.threads):
+        return _weights_by_loops(settings, cache, poisoned)
+
+
+def _weights_by_loops(settings: RunSettings, cache: Path, poisoned: dict[int, int | None]) -> dict[str, torch.Tensor]:
     source = open_source(settings, cache, lambda stage, num_bytes: None)
     decoder, sum_of_nats = build(settings, compiled=False)
     optimizer = build_optimizer(decoder, settings.train.optimizer)

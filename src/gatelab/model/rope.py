@@ -66,7 +66,7 @@ def attention_factor(scaling: RopeScaling | None) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     if scaling.mscale is None or scaling.mscale_all_dim is None:
-        return _mscale(scaling.factor, 1)
+        return _mscale(scaling.factor, 1.0)
     return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
 
 
@@ -89,7 +89,7 @@ def rotate(x: Float[Tensor, "B T H C"], rotation: Rotation) -> Float[Tensor, "B 
     return torch.cat((turned, passing), dim=-1) if passing.shape[-1] else turned
 
 
-def _mscale(factor: float, weight: float) -> float:
+def _mscale(factor: int | float, weight: int | float) -> float:
     return 0.1 * weight * math.log(factor) + 1.0
 
 
