@@ -188,7 +188,7 @@ def test_a_refused_run_leaves_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_torchrun_starts_the_command(tmp_path: Path) -> None:
     """Two processes of ``gatelab train``: one prints the result, and the folder is complete."""
     words = ["dense_tiny", "gate=sdpa_headwise", "data.synthetic={vocab_size: 29}", "train.parallel.tensor=2"]

@@ -113,7 +113,7 @@ def test_sixty_four_ranks_build_every_shard() -> None:
     assert not dist.is_initialized()
 
 
-@pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("recipe", "words"),
     [
