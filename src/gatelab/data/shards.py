@@ -271,4 +271,5 @@ def open_shards(folder: Path, *, verify: bool) -> list[Shard]:
 
 
 def shard_path(folder: Path, number: int) -> Path:
+    """The file of the shard with this number, from 0."""
     return folder / f"{number:05d}.tokens"

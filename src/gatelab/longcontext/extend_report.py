@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Iterator
@@ -18,6 +16,7 @@ from gatelab.evaluate.position_loss import Bucket, by_position, difference_by_po
 from gatelab.files import write_atomically
 from gatelab.longcontext.extend import BEFORE, Extended
 from gatelab.report.charts import Reference, line_chart
+from gatelab.report.folder import to_csv
 from gatelab.report.page import Figure, Page, Section, write_page
 from gatelab.report.tables import Column, Table
 from gatelab.settings import difference
@@ -82,7 +81,7 @@ def write_extension_report(folder: Path, extended: Extended, command: str) -> Pa
         "first_token_attention": findings.attention,
     }
     write_atomically(folder / NUMBERS, json.dumps(numbers, indent=1, allow_nan=False) + "\n")
-    write_atomically(folder / BY_POSITION, _to_csv(findings.positions))
+    write_atomically(folder / BY_POSITION, to_csv(COLUMNS, findings.positions))
     write_page(extension_page(extended, findings, command), folder / PAGE)
     return folder / PAGE
 
@@ -130,14 +129,6 @@ def _attention_rows(name: str, opened: OpenedModel, tokens: torch.Tensor) -> Ite
     for layer, share in zip(measurement.layers, measurement.layer_means("first_token_attention"), strict=True):
         floor = layer.floor("first_token_attention")
         yield {"model": name, "length": tokens.shape[1], "layer": layer.layer, "share": share, "floor": floor}
-
-
-def _to_csv(rows: list[dict[str, Any]]) -> str:
-    text = io.StringIO()
-    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n", extrasaction="ignore")
-    writer.writeheader()
-    writer.writerows(rows)
-    return text.getvalue()
 
 
 def _lead(extended: Extended, findings: Findings) -> str:

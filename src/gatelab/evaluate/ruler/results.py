@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -16,6 +14,7 @@ from gatelab.evaluate.ruler.sample import answer_depth
 from gatelab.evaluate.ruler.scoring import clean
 from gatelab.evaluate.ruler.tasks import MINI_TASKS, RULER_TASKS
 from gatelab.files import write_atomically
+from gatelab.report.folder import to_csv
 from gatelab.report.tables import Column, Table
 
 SCHEMA_VERSION = 1
@@ -179,10 +178,6 @@ def write_results(result: RulerResult, folder: Path) -> None:
         "depths": depth_rows(result.cells),
     }
     write_atomically(folder / "results.json", json.dumps(content, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
-    text = io.StringIO()
-    writer = csv.DictWriter(text, list(rows[0]), lineterminator="\n")
-    writer.writeheader()
-    writer.writerows(rows)
-    write_atomically(folder / "results.csv", text.getvalue())
+    write_atomically(folder / "results.csv", to_csv(list(rows[0]), rows))
     lines = (json.dumps(row, ensure_ascii=False) + "\n" for row in sample_rows(result.cells))
     write_atomically(folder / "predictions.jsonl", "".join(lines))

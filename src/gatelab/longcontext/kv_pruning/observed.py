@@ -91,6 +91,7 @@ def require_output_weight(call: AttentionCall, press: str) -> Float[Tensor, "H D
 
 
 def group_mean(of_heads: Float[Tensor, "B H S"], call: AttentionCall) -> Float[Tensor, "B K S"]:
+    """The mean over the query heads that share a key/value head."""
     return of_heads.unflatten(1, (call.key.shape[2], -1)).mean(2)
 
 
