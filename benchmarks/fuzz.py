@@ -21,6 +21,7 @@ import signal
 import sys
 import tempfile
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -42,11 +43,19 @@ from gatelab.evaluate.gguf_header import require_sound_gguf
 from gatelab.files import sha256, write_atomically
 from gatelab.gates.spec import GateSpec
 from gatelab.interop.families import read_checkpoint
-from gatelab.interop.loading import read_config
+from gatelab.interop.loading import load, read_config
 from gatelab.interop.tensor_files import open_tensors
 from gatelab.model.decoder import Decoder
 from gatelab.model.settings import ModelSettings
-from gatelab.train.checkpoint import load_decoder, require_layout, save_checkpoint, stored_settings
+from gatelab.train.checkpoint import (
+    load_decoder,
+    path_of_step,
+    require_layout,
+    save_checkpoint,
+    stored_settings,
+    write_manifest,
+)
+from gatelab.train.parallel.shard_files import save_parts
 from gatelab.train.run_folder import RunFolder
 
 LIMIT_SECONDS = 5.0
@@ -127,6 +136,7 @@ def make_targets(folder: Path) -> dict[str, Target]:
         "token shard": _shard(folder / "shards"),
         "checkpoint weights": _weights(folder / "weights"),
         "checkpoint manifest": _manifest(folder / "checkpoint"),
+        "checkpoint part of a rank": _part(folder / "part"),
         "index of weights": _index(folder / "index"),
         "tokenizer.json": _tokenizer(),
         "config.json": _config(folder / "config"),
@@ -192,8 +202,30 @@ def _manifest(folder: Path) -> Target:
     return Target(read, [path.read_bytes()], 10)
 
 
+def _part(folder: Path) -> Target:
+    decoder = _decoder()
+    checkpoint = path_of_step(folder, 3)
+    with warnings.catch_warnings(action="ignore"):
+        save_parts(checkpoint, decoder.state_dict(), lambda checksums: None)
+    (path,) = checkpoint.iterdir()
+
+    def read(content: bytes) -> None:
+        path.write_bytes(content)
+        write_manifest(checkpoint, 3, decoder.settings, {path.name: sha256(path)})
+        try:
+            load_decoder(checkpoint)
+        finally:
+            load(checkpoint)
+
+    return Target(read, [path.read_bytes()], 8)
+
+
+def _decoder() -> Decoder:
+    return Decoder(ModelSettings.parse(MODEL | {"width": 8, "num_layers": 1, "feedforward_width": 8}))
+
+
 def _checkpoint(folder: Path) -> Path:
-    decoder = Decoder(ModelSettings.parse(MODEL | {"width": 8, "num_layers": 1, "feedforward_width": 8}))
+    decoder = _decoder()
     return save_checkpoint(folder, 3, decoder, torch.optim.AdamW(decoder.parameters()), keep=1)
 
 

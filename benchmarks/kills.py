@@ -34,7 +34,7 @@ from gatelab.data import shard_writing
 from gatelab.files import write_atomically
 from gatelab.study.runner import conduct
 from gatelab.study.study import Study
-from gatelab.train import loop, throughput
+from gatelab.train import loop, saver, throughput
 
 PHASES = ("between", "training", "evaluation", "measurement", "saving", "ending", "shard writing")
 IN_RUNS = ("any", "training", "evaluation", "measurement", "saving", "ending")
@@ -98,12 +98,12 @@ def write_text(file: Path) -> None:
 def work_to_be_killed(kind: str, folder: Path, phase: Any) -> None:
     """The same in a process of its own, which shows the phase that it is in."""
     os.fsync = lambda descriptor: None  # matters after a power cut alone
-    throughput.measure_peak = lambda dtype: 1e12
+    throughput.measure_peak = lambda dtype, **_: 1e12
     for owner, name, number in (
         (loop, "take_step", 1),
         (loop, "score", 2),
-        (loop, "measure", 3),
-        (loop, "save_checkpoint", 4),
+        (loop, "measure_heldout", 3),
+        (saver, "save_state", 4),
         (loop, "conclude", 5),
         (shard_writing._Writer, "close_shard", 6),
     ):
@@ -176,8 +176,6 @@ def _timeless(path: Path) -> bytes:
         return json.dumps([_without_times(json.loads(line)) for line in lines], sort_keys=True).encode()
     if path.suffix == ".safetensors":
         return _bytes_of(load_file(path))
-    if path.suffix == ".pt":
-        return _bytes_of(torch.load(path, weights_only=True))
     return path.read_bytes()
 
 

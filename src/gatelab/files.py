@@ -27,9 +27,7 @@ def atomic_path(path: Path) -> Iterator[Path]:
     temporary = temporary_beside(path)
     try:
         yield temporary
-        _flush_tree(temporary)
-        temporary.replace(path)
-        _flush(path.parent)
+        publish(temporary, path)
     finally:
         if temporary.is_dir():
             shutil.rmtree(temporary, ignore_errors=True)
@@ -37,9 +35,20 @@ def atomic_path(path: Path) -> Iterator[Path]:
             temporary.unlink(missing_ok=True)
 
 
-def temporary_beside(path: Path) -> Path:
-    """A name for something that is not to be read: :func:`remove_leftovers` removes what a kill left under it."""
-    return path.with_name(f".{path.name}.{uuid.uuid4().hex[:8]}.tmp")
+def publish(temporary: Path, path: Path) -> None:
+    """Give a file or folder that is complete its final name, once it is on the disk."""
+    _flush_tree(temporary)
+    temporary.replace(path)
+    _flush(path.parent)
+
+
+def temporary_beside(path: Path, of_all: bool = False) -> Path:
+    """A name for something that is not to be read: :func:`remove_leftovers` removes what a kill left under it.
+
+    It is a new one every time, or the one that all processes find which write ``path`` together.
+    """
+    tag = 8 * "0" if of_all else uuid.uuid4().hex[:8]
+    return path.with_name(f".{path.name}.{tag}.tmp")
 
 
 def write_atomically(path: Path, content: str | bytes) -> None:

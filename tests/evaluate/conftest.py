@@ -16,7 +16,7 @@ def no_waiting() -> Iterator[None]:
     """Flushing to disk matters after a power cut alone, and the machine's peak for no figure that is tested."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
-        patch.setattr(throughput, "measure_peak", lambda dtype: 1e12)
+        patch.setattr(throughput, "measure_peak", lambda dtype, **_: 1e12)
         yield
 
 
@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("runs")
     corpus = write_corpus(folder / "corpus.jsonl")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(throughput, "measure_peak", lambda dtype: 1e12)
+        patch.setattr(throughput, "measure_peak", lambda dtype, **_: 1e12)
         train(tiny_run(corpus), folder / "run", folder / "cache")
     (folder / "cache").rename(folder / "gone")
     return folder / "run"

@@ -37,7 +37,7 @@ def own_data_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     folder = tmp_path_factory.mktemp("model")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(throughput, "measure_peak", lambda dtype: 1e12)
+        patch.setattr(throughput, "measure_peak", lambda dtype, **_: 1e12)
         train(long_run(folder / "corpus.jsonl"), folder / "run", folder / "cache")
     return str(folder / "run")
 

@@ -60,8 +60,8 @@ def test_a_checkpoint_of_training(decoder: Decoder, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"model.safetensors is damaged, or its checksum in manifest.json is; take"):
         load(folder)
     manifest = json.loads((folder / "manifest.json").read_text())
-    (folder / "manifest.json").write_text(json.dumps(manifest | {"schema_version": 2}))
-    with pytest.raises(ValueError, match=r"manifest.json has schema version 2, this GateLab reads 1"):
+    (folder / "manifest.json").write_text(json.dumps(manifest | {"schema_version": 1}))
+    with pytest.raises(ValueError, match=r"manifest.json has schema version 1, this GateLab reads 2"):
         load(folder)
     (folder / "manifest.json").write_text("{}")
     with pytest.raises(ValueError, match=r"manifest.json is damaged; take another checkpoint of the run"):

@@ -139,20 +139,32 @@ class TestShards:
 
 
 class TestCheckpoints:
-    def test_a_pickle_in_the_optimizer_runs_nothing(self, tmp_path: Path) -> None:
+    @pytest.mark.parametrize("name", ["optimizer.safetensors", ".metadata", "optimizer.pt"])
+    def test_a_pickle_beside_the_weights_runs_nothing(self, tmp_path: Path, name: str) -> None:
+        """In the optimizer's place, and where distributed checkpoints and older programs keep theirs."""
         decoder = Decoder(ModelSettings.parse(SIZES))
         optimizer = torch.optim.AdamW(decoder.parameters())
         checkpoint = save_checkpoint(tmp_path, 3, decoder, optimizer, keep=1)
-        if not (file := checkpoint / "optimizer.pt").exists():
-            assert not list(checkpoint.glob("*.pt"))
-            return
-        before = sha256(file)
+        file, manifest = checkpoint / name, checkpoint / "manifest.json"
+        before = sha256(file) if file.exists() else None
         file.write_bytes(pickle.dumps(Evil(tmp_path / "MARK"), protocol=2))
-        manifest = checkpoint / "manifest.json"
-        manifest.write_text(manifest.read_text().replace(before, sha256(file)))
-        with pytest.raises(ValueError, match=r"optimizer\.pt"):
-            load_checkpoint(checkpoint, decoder, optimizer)
+        if before is None:
+            assert load_checkpoint(checkpoint, decoder, optimizer) == 3
+        else:
+            manifest.write_text(manifest.read_text().replace(before, sha256(file)))
+            with pytest.raises(ValueError, match="no part of a checkpoint"):
+                load_checkpoint(checkpoint, decoder, optimizer)
         assert not (tmp_path / "MARK").exists()
+
+    def test_names_in_a_manifest_cannot_leave_its_folder(self, tmp_path: Path) -> None:
+        decoder = Decoder(ModelSettings.parse(SIZES))
+        optimizer = torch.optim.AdamW(decoder.parameters())
+        checkpoint = save_checkpoint(tmp_path, 3, decoder, optimizer, keep=1)
+        (checkpoint / "model.safetensors").rename(tmp_path / "model.safetensors")
+        manifest = checkpoint / "manifest.json"
+        manifest.write_text(manifest.read_text().replace('"model.saf', '"../model.saf'))
+        with pytest.raises(ValueError, match=r"\.\./model\.safetensors is missing, and manifest"):
+            load_checkpoint(checkpoint, decoder, optimizer)
 
     @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "a/../../secret.safetensors", "", ".", 3])
     def test_an_index_names_files_of_its_folder(self, tmp_path: Path, name: Any) -> None:

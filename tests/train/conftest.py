@@ -15,7 +15,7 @@ def no_waiting() -> Iterator[None]:
     """Flushing to disk matters after a power cut alone, and the machine's peak for no figure that is tested."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "fsync", lambda descriptor: None)
-        patch.setattr(throughput, "measure_peak", lambda dtype: 1e12)
+        patch.setattr(throughput, "measure_peak", lambda dtype, **_: 1e12)
         yield
 
 

@@ -42,7 +42,7 @@ def run(folder: Path, cache: Path, announcements: Path, seconds_in_save: float) 
 
     sha256 = checkpoint.sha256
     checkpoint.sha256 = slow_sha256
-    throughput.measure_peak = lambda dtype: 1e12
+    throughput.measure_peak = lambda dtype, **_: 1e12
     train(SETTINGS, folder, cache, Announcing())
 
 
@@ -127,7 +127,7 @@ def test_killed_in_the_middle_of_a_save(
     saves = tmp_path / "run" / "checkpoints"
     for number in range(1, 4):
         child = start(0.2)
-        child.wait_for(lambda number=number: list(saves.glob(f".step_{2 * number:08d}*.tmp/optimizer.pt")))
+        child.wait_for(lambda number=number: list(saves.glob(f".step_{2 * number:08d}*.tmp/optimizer.safetensors")))
         assert child.kill(), "it died in the save"
         (leftover,) = saves.glob(".step_*.tmp")
         assert not (leftover / "manifest.json").exists()

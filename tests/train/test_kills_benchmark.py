@@ -28,7 +28,8 @@ def write_round(folder: Path, **changes: object) -> None:
     rows = [{"kind": "step", "step": 1, "loss": loss, "seconds": seconds}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     save_file({"w": torch.tensor([weight])}, folder / "checkpoints" / "step_00000002" / "model.safetensors")
-    torch.save({"state": {0: {"step": torch.tensor(rate)}}}, folder / "checkpoints" / "step_00000002" / "optimizer.pt")
+    state = {"optimizer.w.step": torch.tensor(rate)}
+    save_file(state, folder / "checkpoints" / "step_00000002" / "optimizer.safetensors")
 
 
 @pytest.mark.parametrize(
@@ -37,7 +38,7 @@ def write_round(folder: Path, **changes: object) -> None:
         ({"seconds": 9.0}, []),
         ({"loss": 1.0000001}, ["metrics.jsonl"]),
         ({"weight": 3.000001}, ["checkpoints/step_00000002/model.safetensors"]),
-        ({"rate": 5.0}, ["checkpoints/step_00000002/optimizer.pt"]),
+        ({"rate": 5.0}, ["checkpoints/step_00000002/optimizer.safetensors"]),
     ],
 )
 def test_differences_are_noticed(changes: dict[str, object], differing: list[str], tmp_path: Path) -> None:

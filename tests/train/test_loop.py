@@ -21,7 +21,7 @@ from gatelab.model.accounting import count_parameters
 from gatelab.train import run_folder
 from gatelab.train.checkpoint import checkpoints, load_decoder
 from gatelab.train.divergence import DivergedError
-from gatelab.train.evaluation import score
+from gatelab.train.evaluation import measure_heldout, score
 from gatelab.train.loop import build, train
 from gatelab.train.metrics import count_spikes, read_metrics
 from gatelab.train.parallel import compilation, process
@@ -325,7 +325,7 @@ class TestDivergence:
         ("figure", "message"),
         [
             ("score", "the evaluation on synthetic after step 8 has perplexity inf"),
-            ("measure", "measurement after step 6"),
+            ("measure_heldout", "measurement after step 6"),
         ],
     )
     def test_other_figures_stop_it_too(
@@ -335,10 +335,10 @@ class TestDivergence:
 
         def spoiled(*arguments: Any, **options: Any) -> Any:
             calls.append(1)
-            found = {"score": score, "measure": measure}[figure](*arguments, **options)
+            found = {"score": score, "measure_heldout": measure_heldout}[figure](*arguments, **options)
             if figure == "score" and len(calls) == 2:
                 found.nats = 1000.0 * found.num_tokens
-            if figure == "measure" and len(calls) == 3:
+            if figure == "measure_heldout" and len(calls) == 3:
                 found.layers[0].figures[0].values[0] = float("nan")
             return found
 

@@ -117,7 +117,7 @@ def test_steps_are_those_of_adamw_written_out() -> None:
 
 
 def test_state_survives_a_file(tmp_path: Path) -> None:
-    """Saved, loaded without pickle into a fresh optimizer, and stepped: the same bits as one that went on."""
+    """Saved, loaded into a fresh optimizer, and stepped: the same bits as one that went on."""
 
     def steps(decoder: Decoder, optimizer: torch.optim.Optimizer, seeds: list[int]) -> None:
         for seed in seeds:

@@ -132,7 +132,7 @@ def assert_same_run(left: Path, right: Path) -> None:
     for weights, expected in [
         [load_file(path / "model.safetensors") for path in newest],
         [load_file(run.documents) for run in runs],
-        [_flat_state(path / "optimizer.pt") for path in newest],
+        [load_file(path / "optimizer.safetensors") for path in newest],
     ]:
         assert weights.keys() == expected.keys()
         assert all(torch.equal(weights[name], expected[name]) for name in weights)
@@ -142,8 +142,3 @@ def assert_same_run(left: Path, right: Path) -> None:
     results = [run.result for run in runs]
     assert results[0] is not None and results[1] is not None
     assert without_times(results[0]) == without_times(results[1])
-
-
-def _flat_state(path: Path) -> dict[str, torch.Tensor]:
-    state = torch.load(path, weights_only=True)["state"]
-    return {f"{number}.{name}": value for number, values in state.items() for name, value in values.items()}

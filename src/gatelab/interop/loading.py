@@ -15,13 +15,13 @@ from gatelab.interop.families import FAMILIES, Checkpoint, read_checkpoint
 from gatelab.interop.form import MODEL_TYPE, SCHEMA_VERSION
 from gatelab.interop.layouts import Layout
 from gatelab.interop.official import GATE_KEYS, choose_layout
-from gatelab.interop.tensor_files import SINGLE, TensorFiles, open_tensors
+from gatelab.interop.tensor_files import SINGLE, TensorFiles, open_parts, open_tensors
 from gatelab.interop.tensor_names import Made, itself, our_tensors
 from gatelab.model.decoder import Decoder
 from gatelab.model.settings import ModelSettings
 
-CONFIG, MANIFEST = "config.json", "manifest.json"
-CHECKPOINT_VERSION = 1
+CONFIG, MANIFEST, MODEL = "config.json", "manifest.json", "model.json"
+CHECKPOINT_VERSION = 2
 # Keys of the paper's code and of gates, which no stock class of an ungated family reads.
 UNREAD_BY_TRANSFORMERS = (*GATE_KEYS, "gating", "qkv_bias")
 POSSIBLE = (
@@ -56,9 +56,12 @@ def open_checkpoint(path: Path, layout: Layout | None = None) -> Checkpoint:
         if config.get("model_type") in (MODEL_TYPE, megatron.MODEL_TYPE):
             return _ours(config, files, layout)
         return read_checkpoint(config, files, layout)
+    if (path / MANIFEST).is_file():
+        stored = _verified_model(path)
+        files = open_tensors(path) if (path / SINGLE).is_file() else open_parts(path)
+        config = {"model_type": MODEL_TYPE, "gatelab": stored["settings"], "gate_layout": stored["gate_layout"]}
+        return _ours(config, files, layout)
     if (path / SINGLE).is_file():
-        if (path / MANIFEST).is_file():
-            _verify(path)
         files = open_tensors(path)
         if "model" in files.metadata:
             settings = parse_json(files.metadata["model"])
@@ -114,14 +117,25 @@ def _as_it_is(name: str) -> list[Made]:
     return [Made((name,), itself)]
 
 
-def _verify(path: Path) -> None:
-    """Compare the weights of a checkpoint of ours with its manifest."""
+def _verified_model(path: Path) -> dict[str, Any]:
+    """What a checkpoint of our training says of its model, once its files were compared with its manifest."""
+    way_out = "take another checkpoint of the run"
     try:
         manifest = parse_json((path / MANIFEST).read_text(encoding="utf-8"))
-        version, checksum = manifest["schema_version"], manifest["sha256"][SINGLE]
+        version, checksums = manifest["schema_version"], dict(manifest["sha256"])
     except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path / MANIFEST} is damaged; take another checkpoint of the run") from None
+        raise ValueError(f"{path / MANIFEST} is damaged; {way_out}") from None
     if version != CHECKPOINT_VERSION:
         raise ValueError(f"{path / MANIFEST} has schema version {version}, this GateLab reads {CHECKPOINT_VERSION}")
-    if sha256(path / SINGLE) != checksum:
-        raise ValueError(f"{path / SINGLE} is damaged, or its checksum in {MANIFEST} is; take another checkpoint")
+    files = {file.name: file for file in path.iterdir() if file.suffix == ".safetensors" or file.name == MODEL}
+    if files.keys() != checksums.keys():
+        name = min(files.keys() ^ checksums.keys())
+        raise ValueError(f"{path / name} is missing, or not in {MANIFEST}; {way_out}")
+    for name, file in files.items():
+        if sha256(file) != checksums[name]:
+            raise ValueError(f"{file} is damaged, or its checksum in {MANIFEST} is; {way_out}")
+    try:
+        stored = parse_json((path / MODEL).read_text(encoding="utf-8"))
+        return {key: stored[key] for key in ("gate_layout", "settings")}
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{path / MODEL} does not say what model the weights beside it are of; {way_out}") from None

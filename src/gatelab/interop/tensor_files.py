@@ -1,8 +1,9 @@
-"""Weights in safetensors files, one or many with an index, read and written tensor by tensor."""
+"""Weights in safetensors files: one, many with an index, or parts that ranks wrote; read and written by tensor."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -16,6 +17,7 @@ from gatelab.files import parse_json
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 COMPILED = "_orig_mod."
+OF_OPTIMIZER, SHARDING_KEY = "optimizer.", "DCP_SHARDING_INFO"
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -24,11 +26,27 @@ DTYPES = {
 }
 
 
-class _Entry(NamedTuple):
+class _Part(NamedTuple):
+    """One block of a tensor, and where in the whole it begins."""
+
     file: Path
     stored_name: str
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def place(self) -> tuple[slice, ...]:
+        return tuple(slice(start, start + length) for start, length in zip(self.offset, self.shape, strict=True))
+
+
+class _Entry(NamedTuple):
+    parts: tuple[_Part, ...]
     shape: tuple[int, ...]
     dtype: str
+
+    @property
+    def file(self) -> Path:
+        return self.parts[0].file
 
 
 class TensorFiles(Mapping[str, Tensor]):
@@ -42,10 +60,14 @@ class TensorFiles(Mapping[str, Tensor]):
         self.metadata = dict(metadata)
 
     def __getitem__(self, name: str) -> Tensor:
-        entry = self._entries[name]
-        self.dtype(name)
-        with safe_open(entry.file, framework="pt") as file:
-            return file.get_tensor(entry.stored_name)
+        entry, dtype = self._entries[name], self.dtype(name)
+        read = {part: _read(part) for part in entry.parts}
+        if len(read) == 1:
+            return next(iter(read.values()))
+        whole = torch.empty(entry.shape, dtype=dtype)
+        for part, values in read.items():
+            whole[part.place] = values
+        return whole
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
@@ -97,6 +119,29 @@ def open_tensors(folder: Path) -> TensorFiles:
     return TensorFiles(entries, metadata)
 
 
+def open_parts(folder: Path) -> TensorFiles:
+    """The weights of a training checkpoint that ranks wrote together, without what the optimizer keeps.
+
+    Each file holds the parts of one rank, and says in its header where they lie (PyTorch's distributed checkpoint).
+    Raises ``ValueError`` when a file is damaged or parts do not make a whole.
+    """
+    parts: dict[str, list[_Part]] = {}
+    dtypes: dict[str, str] = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(file, framework="pt") as opened:
+                where = parse_json((opened.metadata() or {})[SHARDING_KEY])
+                for name in opened.keys():  # noqa: SIM118 - it is no mapping
+                    if not name.startswith(OF_OPTIMIZER):
+                        tensor, offset = opened.get_slice(name), tuple(map(int, where[name]["saved_offsets"]))
+                        part = _Part(file, name, offset, tuple(tensor.get_shape()))
+                        parts.setdefault(name, []).append(part)
+                        dtypes[name] = tensor.get_dtype()
+        except (SafetensorError, LookupError, TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{file} is no part of a checkpoint that ranks wrote: {error}") from None
+    return TensorFiles({name: _whole(tuple(found), dtypes[name]) for name, found in parts.items()}, {})
+
+
 def write_tensors(
     folder: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str], max_shard_bytes: int
 ) -> int:
@@ -139,6 +184,22 @@ def indexed_files(folder: Path) -> tuple[list[Path], dict[str, Path]]:
     return sorted(set(expected.values())), expected
 
 
+def _read(part: _Part) -> Tensor:
+    with safe_open(part.file, framework="pt") as file:
+        return file.get_tensor(part.stored_name)
+
+
+def _whole(parts: tuple[_Part, ...], dtype: str) -> _Entry:
+    """What parts make together; ``ValueError`` when they overlap or leave a hole."""
+    dims = {len(part.offset) for part in parts} | {len(part.shape) for part in parts}
+    if len(dims) == 1 and min(min(part.offset, default=0) for part in parts) == 0:
+        stops = [[place.stop for place in part.place] for part in parts]
+        shape = tuple(max(ends) for ends in zip(*stops, strict=True))
+        if sum(math.prod(part.shape) for part in parts) == math.prod(shape):
+            return _Entry(parts, shape, dtype)
+    raise ValueError(f"the parts of {parts[0].stored_name} in {parts[0].file.parent} do not make a whole tensor")
+
+
 def _add_file(path: Path, entries: dict[str, _Entry], metadata: dict[str, str]) -> None:
     if not path.is_file():
         raise ValueError(f"{path} is missing, though {INDEX} names it; the checkpoint is incomplete")
@@ -150,7 +211,8 @@ def _add_file(path: Path, entries: dict[str, _Entry], metadata: dict[str, str]) 
                 name = stored_name.replace(COMPILED, "")
                 if name in entries:
                     raise ValueError(f"{path} holds {name} a second time; it was in {entries[name].file} already")
-                entries[name] = _Entry(path, stored_name, tuple(tensor.get_shape()), tensor.get_dtype())
+                shape = tuple(tensor.get_shape())
+                entries[name] = _Entry((_Part(path, stored_name, (0,) * len(shape), shape),), shape, tensor.get_dtype())
     except SafetensorError as error:
         raise ValueError(f"{path} is damaged or no safetensors file: {error}") from None
     for key, value in found.items():

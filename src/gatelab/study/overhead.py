@@ -28,6 +28,7 @@ from gatelab.study.statistics import LEVEL, Estimate
 from gatelab.study.study import Study
 from gatelab.train.loop import build
 from gatelab.train.optimizer import build_optimizer
+from gatelab.train.parallel.process import deterministic_kernels
 from gatelab.train.run_folder import describe_environment
 from gatelab.train.settings import RunSettings
 from gatelab.train.step import take_step
@@ -206,7 +207,12 @@ def _stepper(run: RunSettings) -> Callable[[], object]:
     size = (run.train.sequences_per_step, run.data.context + 1)
     ids = torch.randint(run.model.vocab_size, size, generator=generator)
     batch = Batch(ids[:, :-1].contiguous(), ids[:, 1:].contiguous())
-    return lambda: take_step(decoder, optimizer, batch, sum_of_nats, run.train)
+
+    def step() -> None:
+        with deterministic_kernels(run.train.deterministic):
+            take_step(decoder, optimizer, batch, sum_of_nats, run.train)
+
+    return step
 
 
 def _times(name: str, run: RunSettings, seconds: list[float]) -> StepTimes:

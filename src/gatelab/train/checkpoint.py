@@ -1,28 +1,39 @@
 """Checkpoints that are complete or absent, and known by checksum.
 
-A checkpoint is a folder ``step_00000200``: ``model.safetensors`` (weights in layout L1; the metadata names the layout
-and the model's settings), ``optimizer.pt`` (readable with ``weights_only``) and ``manifest.json`` with the SHA-256 of
-both. It is written under a temporary name and renamed, so that a kill at any moment leaves the one before it.
+A checkpoint is a folder ``step_00000200`` of safetensors files, which hold weights in layout L1 by their names and what
+the optimizer keeps as ``optimizer.NAME.KEY``, beside ``model.json`` (gate layout and the model's settings) and
+``manifest.json`` with the SHA-256 of all of these. A single process writes ``model.safetensors`` and
+``optimizer.safetensors``; ranks write a file of parts each (:mod:`gatelab.train.parallel.shard_files`). Any number of
+ranks reads either. A checkpoint is written under a temporary name and renamed, so that a kill at any moment leaves the
+one before it.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
-from gatelab.files import atomic_path, parse_json, require_free_space, sha256, temporary_beside
+from gatelab.files import atomic_path, parse_json, require_free_space, sha256, temporary_beside, write_atomically
 from gatelab.model.decoder import Decoder
 from gatelab.model.settings import ModelSettings
+from gatelab.train.parallel.mesh import ALONE, Ranks
 
-SCHEMA_VERSION = 1
+if TYPE_CHECKING:
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+SCHEMA_VERSION = 2
 LAYOUT = "L1"
-WEIGHTS, OPTIMIZER, MANIFEST = "model.safetensors", "optimizer.pt", "manifest.json"
+WEIGHTS, OPTIMIZER, MODEL, MANIFEST = "model.safetensors", "optimizer.safetensors", "model.json", "manifest.json"
+OF_OPTIMIZER = "optimizer."
 
 
 def save_checkpoint(folder: Path, step: int, decoder: Decoder, optimizer: torch.optim.Optimizer, keep: int) -> Path:
@@ -30,22 +41,62 @@ def save_checkpoint(folder: Path, step: int, decoder: Decoder, optimizer: torch.
 
     Raises ``OSError``, with nothing half-written, when the disk is full.
     """
-    num_bytes = 3 * sum(p.numel() * p.element_size() for p in decoder.parameters())
-    require_free_space(folder, num_bytes, "a checkpoint")
+    return save_state(folder, step, decoder.settings, training_state(decoder, optimizer), keep)
+
+
+def save_state(folder: Path, step: int, settings: ModelSettings, state: Mapping[str, Tensor], keep: int) -> Path:
+    """The same for a whole :func:`training_state` of a model with these settings."""
+    require_room(folder, state)
     target = path_of_step(folder, step)
+    weights = {name: value for name, value in state.items() if not name.startswith(OF_OPTIMIZER)}
     with atomic_path(target) as temporary:
         temporary.mkdir()
         try:
-            write_weights(temporary / WEIGHTS, decoder)
-            torch.save(optimizer.state_dict(), temporary / OPTIMIZER)
+            _save_tensors(temporary / WEIGHTS, weights, settings)
+            save_file({name: state[name].contiguous() for name in state if name not in weights}, temporary / OPTIMIZER)
         except (SafetensorError, RuntimeError) as error:
             raise OSError(f"{target} could not be written; is the disk full? {error}") from error
-        checksums = {name: sha256(temporary / name) for name in (WEIGHTS, OPTIMIZER)}
-        (temporary / MANIFEST).write_text(_manifest(step, checksums), encoding="utf-8")
-    for old in checkpoints(folder)[:-keep]:
-        leaving = old.replace(temporary_beside(old))
-        shutil.rmtree(leaving)
+        write_manifest(temporary, step, settings, {name: sha256(temporary / name) for name in (WEIGHTS, OPTIMIZER)})
+    remove_old(folder, keep)
     return target
+
+
+def training_state(decoder: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    """The weights and what the optimizer keeps of each, by name; on ranks, this rank's parts of them."""
+    state = {name: value.detach() for name, value in decoder.state_dict().items()}
+    for name, parameter in decoder.named_parameters():
+        state |= {f"{OF_OPTIMIZER}{name}.{key}": value for key, value in optimizer.state[parameter].items()}
+    return state
+
+
+def load_checkpoint(path: Path, decoder: Decoder, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE) -> int:
+    """Restore weights and optimizer, on ranks this rank's parts of them, and return the number of steps done.
+
+    All ranks call this together. Rates and decays of the optimizer's groups stay as they are. Raises ``ValueError``
+    that names the file when one is missing, damaged, or of another schema, layout or model.
+    """
+    verify(path, ranks)
+    _stored_model(path)
+    stored = _stored_tensors(path)
+    kept = _empty_optimizer_state(path, stored, decoder)
+    weights = {name: value.detach() for name, value in decoder.state_dict().items()}
+    of_optimizer = {
+        f"{OF_OPTIMIZER}{name}.{key}": value for name, values in kept.items() for key, value in values.items()
+    }
+    _fill(path, stored, weights | of_optimizer, ranks)
+    parameters = dict(decoder.named_parameters())
+    optimizer.state.clear()
+    optimizer.state.update({parameters[name]: values for name, values in kept.items()})
+    return step_of(path)
+
+
+def load_decoder(path: Path) -> Decoder:
+    """The decoder of a checkpoint in one piece, float32 and in eval mode; errors as for :func:`load_checkpoint`."""
+    verify(path)
+    decoder = Decoder(_stored_model(path))
+    stored = {name: one for name, one in _stored_tensors(path).items() if not name.startswith(OF_OPTIMIZER)}
+    _fill(path, stored, {name: value.detach() for name, value in decoder.state_dict().items()}, ALONE)
+    return decoder.eval()
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -63,32 +114,46 @@ def step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-def load_checkpoint(path: Path, decoder: Decoder, optimizer: torch.optim.Optimizer) -> int:
-    """Restore weights and optimizer and return the number of steps done.
+def require_room(folder: Path, state: Mapping[str, Tensor]) -> None:
+    """Raise ``OSError`` when the disk has no room for one more checkpoint of this state, whole."""
+    require_free_space(folder, sum(value.numel() * value.element_size() for value in state.values()), "a checkpoint")
 
-    Raises ``ValueError`` that names the file when one is missing, damaged, or of another schema, layout or model.
+
+def write_manifest(folder: Path, step: int, settings: ModelSettings, checksums: Mapping[str, str]) -> None:
+    """Complete a checkpoint whose tensors are written: the model's settings, and every file's checksum."""
+    write_atomically(folder / MODEL, _model_text(settings))
+    checksums = {MODEL: sha256(folder / MODEL), **checksums}
+    write_atomically(folder / MANIFEST, _manifest(step, checksums))
+
+
+def remove_old(folder: Path, keep: int) -> None:
+    """Remove all but the ``keep`` newest checkpoints."""
+    for old in checkpoints(folder)[:-keep]:
+        leaving = old.replace(temporary_beside(old))
+        shutil.rmtree(leaving)
+
+
+def verify(path: Path, ranks: Ranks = ALONE) -> None:
+    """Compare every byte of a checkpoint with what was written; ranks share the files out among them.
+
+    Raises ``ValueError`` that names the file: the manifest by its text, the others by their checksums.
     """
-    _verify(path)
-    load_weights(path / WEIGHTS, decoder)
-    try:
-        optimizer.load_state_dict(torch.load(path / OPTIMIZER, weights_only=True))
-    except UnpicklingError:
-        raise ValueError(f"{path / OPTIMIZER} holds more than tensors and plain values, and is not opened") from None
-    return step_of(path)
-
-
-def load_decoder(path: Path) -> Decoder:
-    """The decoder of a checkpoint, float32 and in eval mode; errors as for :func:`load_checkpoint`."""
-    _verify(path)
-    decoder = Decoder(stored_settings(path / WEIGHTS))
-    load_weights(path / WEIGHTS, decoder)
-    return decoder.eval()
+    way_out = f"delete {path} to continue from the checkpoint before it"
+    checksums = _listed(path, way_out)
+    files = {file.name for file in path.iterdir() if file.suffix == ".safetensors"} | {MODEL}
+    for name in sorted(checksums.keys() | files):
+        if name not in checksums:
+            raise ValueError(f"{path / MANIFEST} does not list {path / name}, or is damaged; {way_out}")
+        if not (path / name).is_file() or name not in files:
+            raise ValueError(f"{path / name} is missing, and {MANIFEST} lists it; {way_out}")
+    for number, name in enumerate(checksums):
+        if number % ranks.size == ranks.number and sha256(path / name) != checksums[name]:
+            raise ValueError(f"{path / name} is damaged, or its checksum in {MANIFEST} is; {way_out}")
 
 
 def write_weights(path: Path, decoder: Decoder) -> None:
     """Write a decoder's weights, with layout and settings in the metadata, as one safetensors file."""
-    metadata = {"format": "pt", "gate_layout": LAYOUT, "model": decoder.settings.model_dump_json()}
-    save_file({name: tensor.contiguous() for name, tensor in decoder.state_dict().items()}, path, metadata)
+    _save_tensors(path, decoder.state_dict(), decoder.settings)
 
 
 def stored_settings(path: Path) -> ModelSettings:
@@ -100,10 +165,8 @@ def stored_settings(path: Path) -> ModelSettings:
 
 
 def require_layout(path: Path) -> None:
-    """Raise ``ValueError`` for weights in a layout of gates other than ours."""
-    layout = _metadata(path).get("gate_layout")
-    if layout != LAYOUT:
-        raise ValueError(f"{path} has gate layout {layout}, this GateLab trains on with {LAYOUT}")
+    """Raise ``ValueError`` for a file of weights in a layout of gates other than ours."""
+    _require_ours(path, _metadata(path).get("gate_layout"))
 
 
 def load_weights(path: Path, decoder: Decoder) -> None:
@@ -115,6 +178,16 @@ def load_weights(path: Path, decoder: Decoder) -> None:
         raise ValueError(f"{path} does not fit the model: {str(error).splitlines()[-1].strip()}") from None
 
 
+def _save_tensors(path: Path, weights: Mapping[str, Tensor], settings: ModelSettings) -> None:
+    metadata = {"format": "pt", "gate_layout": LAYOUT, "model": settings.model_dump_json()}
+    save_file({name: tensor.contiguous() for name, tensor in weights.items()}, path, metadata)
+
+
+def _require_ours(file: Path, layout: object) -> None:
+    if layout != LAYOUT:
+        raise ValueError(f"{file} has gate layout {layout}, this GateLab trains on with {LAYOUT}")
+
+
 def _metadata(path: Path) -> dict[str, str]:
     try:
         with safe_open(path, framework="pt") as file:
@@ -123,13 +196,27 @@ def _metadata(path: Path) -> dict[str, str]:
         raise ValueError(f"{path} is no readable safetensors file: {error}") from None
 
 
-def _manifest(step: int, checksums: dict[str, str]) -> str:
-    return json.dumps({"schema_version": SCHEMA_VERSION, "step": step, "sha256": checksums}, indent=1) + "\n"
+def _model_text(settings: ModelSettings) -> str:
+    return json.dumps({"gate_layout": LAYOUT, "settings": settings.model_dump(mode="json")}, indent=1) + "\n"
 
 
-def _verify(path: Path) -> None:
-    """Compare every byte of a checkpoint with what was written: the manifest's text, the other files' checksums."""
-    way_out = f"delete {path} to continue from the checkpoint before it"
+def _stored_model(path: Path) -> ModelSettings:
+    file = path / MODEL
+    try:
+        stored = parse_json(file.read_text(encoding="utf-8"))
+        layout, settings = stored["gate_layout"], stored["settings"]
+    except (ValueError, KeyError, TypeError):
+        raise ValueError(f"{file} does not say what model the weights beside it are of") from None
+    _require_ours(file, layout)
+    return ModelSettings.parse(settings)
+
+
+def _manifest(step: int, checksums: Mapping[str, str]) -> str:
+    return json.dumps({"schema_version": SCHEMA_VERSION, "step": step, "sha256": dict(checksums)}, indent=1) + "\n"
+
+
+def _listed(path: Path, way_out: str) -> dict[str, str]:
+    """Checksums by file name, as the manifest has them."""
     file = path / MANIFEST
     try:
         text = file.read_bytes().decode()
@@ -139,11 +226,65 @@ def _verify(path: Path) -> None:
         raise ValueError(f"{file} is missing or damaged; {way_out}") from None
     if version != SCHEMA_VERSION:
         raise ValueError(f"{file} has schema version {version}, this GateLab reads {SCHEMA_VERSION}")
-    if text != _manifest(step_of(path), checksums) or list(checksums) != [WEIGHTS, OPTIMIZER]:
+    if text != _manifest(step_of(path), checksums):
         raise ValueError(f"{file} is missing or damaged; {way_out}")
-    for name, checksum in checksums.items():
-        file = path / name
-        if not file.exists():
-            raise ValueError(f"{file} is missing; {way_out}")
-        if sha256(file) != checksum:
-            raise ValueError(f"{file} is damaged, or its checksum in {MANIFEST} is; {way_out}")
+    return checksums
+
+
+def _stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:
+    """Size and dtype of every whole tensor of a checkpoint, by name."""
+    from torch.distributed.checkpoint import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+    try:
+        stored = HuggingFaceStorageReader(str(path)).read_metadata().state_dict_metadata
+    except (SafetensorError, LookupError, TypeError, ValueError, ArithmeticError, RuntimeError) as error:
+        raise ValueError(f"{path} holds a file that is no part of a checkpoint: {error}") from None
+    return {name: one for name, one in stored.items() if isinstance(one, TensorStorageMetadata)}
+
+
+def _empty_optimizer_state(
+    path: Path, stored: Mapping[str, TensorStorageMetadata], decoder: Decoder
+) -> dict[str, dict[str, Tensor]]:
+    """Tensors to be filled, for each parameter's name: of the parameter's shape, and spread as it is, or scalars."""
+    parameters = dict(decoder.named_parameters())
+    state: dict[str, dict[str, Tensor]] = {}
+    for full_name, one in stored.items():
+        if not full_name.startswith(OF_OPTIMIZER):
+            continue
+        name, _, key = full_name.removeprefix(OF_OPTIMIZER).rpartition(".")
+        if name not in parameters:
+            raise ValueError(f"{path} does not fit the model: it has {full_name}, the model has no such parameter")
+        parameter = parameters[name]
+        is_spread = one.size == parameter.shape
+        dtype, device = one.properties.dtype, parameter.device
+        empty = torch.zeros_like(parameter) if is_spread else torch.zeros(one.size, dtype=dtype, device=device)
+        state.setdefault(name, {})[key] = empty.detach()
+    return state
+
+
+def _fill(path: Path, stored: Mapping[str, TensorStorageMetadata], state: dict[str, Any], ranks: Ranks) -> None:
+    """Read the named tensors in place, of each what this rank has; ``ValueError`` when they are not those stored."""
+    from torch.distributed import checkpoint
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    _require_same_names(path, stored, state)
+    for name, value in state.items():
+        if stored[name].size != value.shape:
+            shapes = f"{list(stored[name].size)} there, {list(value.shape)} here"
+            raise ValueError(f"{path} does not fit the model: {name} has another shape ({shapes})")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+        reader = checkpoint.HuggingFaceStorageReader(str(path))
+        try:
+            checkpoint.load(state, storage_reader=reader, no_dist=ranks.mesh is None)
+        except CheckpointException as error:
+            cause, _ = next(iter(error.failures.values()))
+            raise ValueError(f"{path} holds a file that is no part of a checkpoint: {cause}") from None
+
+
+def _require_same_names(path: Path, stored: Iterable[str], wanted: Iterable[str]) -> None:
+    missing, strange = sorted(set(wanted) - set(stored)), sorted(set(stored) - set(wanted))
+    if missing or strange:
+        what = f"it has no {missing[0]}" if missing else f"the model has no {strange[0]}"
+        raise ValueError(f"{path} does not fit the model: {what}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections import deque
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -40,11 +40,14 @@ class NonfiniteSteps:
 
     A skipped step counts as done, so the batches and the learning rate of later steps are what they would have been.
     A rollback skips every update since the checkpoint, as Chowdhery et al. 2204.02311 (5.1) did at loss spikes: with
-    the same batches once more, deterministic training would only come to the same place.
+    the same batches once more, deterministic training would only come to the same place. ``finish_saving`` waits for a
+    checkpoint that is still being written.
     """
 
-    def __init__(self, run: RunFolder, settings: TrainSettings, completed: int):
-        self._run, self._settings = run, settings
+    def __init__(
+        self, run: RunFolder, settings: TrainSettings, completed: int, finish_saving: Callable[[], None] = lambda: None
+    ):
+        self._run, self._settings, self._finish_saving = run, settings, finish_saving
         rows = read_metrics(run.metrics, "event") if completed else []
         self._count = sum(row["step"] <= completed for row in rows)
 
@@ -58,6 +61,7 @@ class NonfiniteSteps:
         wrong = _not_finite(figures)
         if not wrong:
             return None
+        self._finish_saving()
         what, most = f"step {completed + 1} has {' and '.join(wrong)}", self._settings.max_nonfinite
         if self._settings.on_nonfinite == "stop":
             message = _stopped(self._run, completed, what)

@@ -1,4 +1,4 @@
-"""Scoring held-out text: every token once, summed by document."""
+"""A model on held-out text: every token scored once, summed by document, and the first windows measured."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from jaxtyping import Float
 from torch import Tensor
 
 from gatelab.data.loader import IGNORED, Batch
+from gatelab.diagnose.measure import measure
+from gatelab.diagnose.measurement import Measurement
 from gatelab.model.decoder import Decoder
 from gatelab.model.perplexity import bits_per_byte, perplexity, token_nats
-from gatelab.train.source import HeldoutDomain
+from gatelab.train.source import HeldoutDomain, Source
 
 
 @dataclass
@@ -59,15 +61,29 @@ def score(decoder: Decoder, domain: HeldoutDomain, num_windows: int | None = Non
     return result
 
 
+def measure_heldout(decoder: Decoder, source: Source, num_windows: int) -> Measurement:
+    """Measure a decoder on the first windows of the first held-out domain, and a synthetic task's queries."""
+    windows = source.measured_windows(num_windows)
+    device = _device_of(decoder)
+    sets = {name: queries.to(device) for name, queries in source.query_sets(windows.inputs).items()}
+    windows = windows.to(device)
+    return measure(decoder, windows.inputs, documents=windows.documents, query_sets=sets)
+
+
+def _device_of(decoder: Decoder) -> torch.device:
+    return next(decoder.parameters()).device
+
+
 def _add(result: Score, decoder: Decoder, batch: Batch) -> None:
+    batch = batch.to(_device_of(decoder))
     nats = token_nats(decoder(batch.inputs, batch.documents), batch.targets).double()
     scored = batch.targets != IGNORED
     result.nats += float(nats.sum())
     result.num_tokens += int(scored.sum())
     if batch.document_ids is not None:
-        documents = batch.document_ids[scored]
-        result.document_nats.index_add_(0, documents, nats[scored])
-        result.document_tokens.index_add_(0, documents, torch.ones_like(nats[scored]))
+        documents, nats_of_scored = batch.document_ids[scored].cpu(), nats[scored].cpu()
+        result.document_nats.index_add_(0, documents, nats_of_scored)
+        result.document_tokens.index_add_(0, documents, torch.ones_like(nats_of_scored))
 
 
 def _first_windows(batches: Iterable[Batch], num_windows: int | None) -> Iterable[Batch]:

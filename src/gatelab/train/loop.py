@@ -13,23 +13,22 @@ from filelock import FileLock, Timeout
 from torch import Tensor
 
 from gatelab.data.loader import rows_in_pieces
-from gatelab.diagnose.measure import measure
 from gatelab.files import kept_if_used, remove_leftovers, require_folder, require_free_space
 from gatelab.model.accounting import training_state_bytes
 from gatelab.model.decoder import Decoder
 from gatelab.model.initialization import initialize
 from gatelab.model.perplexity import token_nats
-from gatelab.train.checkpoint import checkpoints, load_checkpoint, path_of_step, save_checkpoint
+from gatelab.train.checkpoint import checkpoints, load_checkpoint, path_of_step
 from gatelab.train.divergence import NonfiniteSteps, require_finite
-from gatelab.train.evaluation import score
+from gatelab.train.evaluation import measure_heldout, score
 from gatelab.train.metrics import Log, MetricsLog, SpikeMonitor, UnwrittenLog, read_metrics
 from gatelab.train.optimizer import build_optimizer, set_learning_rate
 from gatelab.train.parallel import compilation, process
-from gatelab.train.parallel.mesh import ALONE, Ranks, require_divisible, running_ranks
-from gatelab.train.parallel.placement import place
-from gatelab.train.parallel.state import load_optimizer_state, spread_state, whole_decoder, whole_optimizer_state
+from gatelab.train.parallel.mesh import ALONE, Ranks, find_device, require_divisible, running_ranks
+from gatelab.train.parallel.placement import place, whole_decoder
 from gatelab.train.result import conclude
 from gatelab.train.run_folder import RunFolder, describe_environment
+from gatelab.train.saver import CheckpointSaver
 from gatelab.train.schedule import rate_factor
 from gatelab.train.settings import RunSettings
 from gatelab.train.source import Source, open_source
@@ -51,7 +50,7 @@ def train(settings: RunSettings, folder: Path, cache: Path, watch: Watch | None 
     (for a loss or a gradient see ``train.on_nonfinite``).
     """
     with (
-        running_ranks(settings.train.parallel) as ranks,
+        running_ranks(settings.train.parallel, find_device(settings.train.device)) as ranks,
         process.deterministic_kernels(settings.train.deterministic),
         process.cpu_threads(settings.train.threads),
     ):
@@ -72,13 +71,16 @@ def _train(run: RunFolder, settings: RunSettings, source: Source, watch: Watch, 
         return run.result
     compiled = _can_compile(settings, watch)
     if ranks.is_first:
-        run.begin(settings, describe_environment(compiled), data, source.tokenizer)
+        run.begin(settings, describe_environment(compiled, ranks.device), data, source.tokenizer)
     state = _begin(run, settings, compiled, ranks)
     done = state.done
-    clock = Clock(settings)
+    clock = Clock(settings, ranks.device)
     watch.start_run(run.path.name, steps, done)
-    with closing(_open_log(run, done, settings, ranks)) as log:
-        nonfinite = NonfiniteSteps(run, settings.train, done)
+    with (
+        closing(_open_log(run, done, settings, ranks)) as log,
+        closing(CheckpointSaver(run.checkpoints, checkpoint, ranks)) as saver,
+    ):
+        nonfinite = NonfiniteSteps(run, settings.train, done, saver.wait)
         spikes = SpikeMonitor(read_metrics(run.metrics, "step") if ranks.is_first else ())
         if done == 0:
             _measure(run, log, done, state.decoder, source, evaluation.measured_windows, ranks)
@@ -88,13 +90,14 @@ def _train(run: RunFolder, settings: RunSettings, source: Source, watch: Watch, 
             clock.start()
             set_learning_rate(state.optimizer, rate_factor(done, steps, settings.train.schedule))
             batch = source.train.batch(done, ranks.data_rank, ranks.num_data_ranks, settings.train.accumulation)
+            batch = batch.to(ranks.device)
             figures = take_step(state.decoder, state.optimizer, batch, state.sum_of_nats, settings.train, ranks)
             seconds = clock.stop()
             event = nonfinite.event(done, figures._asdict())
             done += 1
             if event is not None:
                 log.write("event", done, **event)
-                _pass_over(run, done, event, state, settings, watch, ranks)
+                _pass_over(run, done, event, state, watch, ranks)
             else:
                 if spikes.add(done, figures.loss):
                     watch.message(f"step {done:,} has loss {figures.loss:.3f}, spike number {spikes.count} of this run")
@@ -106,7 +109,7 @@ def _train(run: RunFolder, settings: RunSettings, source: Source, watch: Watch, 
                 _measure(run, log, done, state.decoder, source, evaluation.measured_windows, ranks)
             if done % checkpoint.every == 0 or done == steps:
                 log.flush_to_disk()
-                _save(run, done, state, settings, ranks)
+                saver.save(done, state.decoder, state.optimizer)
     result = conclude(run, settings, state.decoder, source, clock.peak_flops, ranks)
     watch.finish_run(_summary(result))
     return result
@@ -123,7 +126,7 @@ class _State(NamedTuple):
 
 def build(settings: RunSettings, compiled: bool, ranks: Ranks = ALONE) -> tuple[Decoder, SumOfNats]:
     """A run's decoder with its weights before the first step, spread over the ranks, and its loss function."""
-    decoder = _first_decoder(settings)
+    decoder = _first_decoder(settings).to(ranks.device)
     place(decoder, settings.train, ranks, compiled)
 
     def sum_of_nats(state: Tensor, targets: Tensor) -> Tensor:
@@ -149,51 +152,18 @@ def _begin(run: RunFolder, settings: RunSettings, compiled: bool, ranks: Ranks) 
     """The state before the first step, or that of the newest checkpoint."""
     decoder, sum_of_nats = build(settings, compiled, ranks)
     optimizer = build_optimizer(decoder, settings.train.optimizer)
-    state, saved = _State(decoder, optimizer, sum_of_nats, 0), checkpoints(run.checkpoints)
-    return state._replace(done=_load(saved[-1], state, settings, ranks)) if saved else state
+    saved = checkpoints(run.checkpoints)
+    done = load_checkpoint(saved[-1], decoder, optimizer, ranks) if saved else 0
+    return _State(decoder, optimizer, sum_of_nats, done)
 
 
-def _load(path: Path, state: _State, settings: RunSettings, ranks: Ranks) -> int:
-    """Fill what trains on this rank from a checkpoint and return the number of steps done."""
-    if ranks.mesh is None:
-        return load_checkpoint(path, state.decoder, state.optimizer)
-    whole = Decoder(settings.model).to(next(state.decoder.parameters()).dtype)
-    whole_optimizer = build_optimizer(whole, settings.train.optimizer)
-    done = load_checkpoint(path, whole, whole_optimizer)
-    spread_state(whole, whole_optimizer, state.decoder, state.optimizer)
-    return done
-
-
-def _pass_over(
-    run: RunFolder,
-    done: int,
-    event: dict[str, Any],
-    state: _State,
-    settings: RunSettings,
-    watch: Watch,
-    ranks: Ranks,
-) -> None:
+def _pass_over(run: RunFolder, done: int, event: dict[str, Any], state: _State, watch: Watch, ranks: Ranks) -> None:
     """Go on without the update of step ``done``, from the weights before it or those of the event's checkpoint."""
     text = f"step {done:,} has loss {event['loss']}, gradient norm {event['gradient_norm']}: its update is skipped"
     if "checkpoint" in event:
-        _load(path_of_step(run.checkpoints, event["checkpoint"]), state, settings, ranks)
+        load_checkpoint(path_of_step(run.checkpoints, event["checkpoint"]), state.decoder, state.optimizer, ranks)
         text += f", and the weights are those after step {event['checkpoint']:,} again"
     watch.message(text)
-
-
-def _save(run: RunFolder, done: int, state: _State, settings: RunSettings, ranks: Ranks) -> None:
-    """Write a checkpoint of what the ranks have between them."""
-    decoder, optimizer, keep = state.decoder, state.optimizer, settings.train.checkpoint.keep
-    if ranks.mesh is None:
-        save_checkpoint(run.checkpoints, done, decoder, optimizer, keep)
-        return
-    whole = whole_decoder(decoder, ranks)
-    state_by_name = whole_optimizer_state(decoder, optimizer)
-    if whole is not None:
-        optimizer = build_optimizer(whole, settings.train.optimizer)
-        load_optimizer_state(whole, optimizer, state_by_name)
-        save_checkpoint(run.checkpoints, done, whole, optimizer, keep)
-    ranks.wait()
 
 
 @contextmanager
@@ -286,9 +256,7 @@ def _measure(
     began = time.perf_counter()
     whole = whole_decoder(decoder, ranks)
     if whole is not None:
-        windows = source.measured_windows(num_windows)
-        sets = source.query_sets(windows.inputs)
-        summary = measure(whole, windows.inputs, documents=windows.documents, query_sets=sets).summary()
+        summary = measure_heldout(whole, source, num_windows).summary()
         require_finite(run, done, f"the measurement after step {done}", summary)
         log.write("measurement", done, **summary, seconds=time.perf_counter() - began)
     ranks.wait()

@@ -9,17 +9,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from gatelab.diagnose.measure import measure
 from gatelab.diagnose.measurement import Measurement
 from gatelab.files import atomic_path, write_atomically
 from gatelab.model.accounting import count_parameters, flops_per_token_forward, flops_per_token_training
 from gatelab.model.decoder import Decoder
 from gatelab.model.perplexity import mean_perplexity
 from gatelab.train.divergence import require_finite
-from gatelab.train.evaluation import Score, score
+from gatelab.train.evaluation import Score, measure_heldout, score
 from gatelab.train.metrics import count_spikes, read_metrics, spikes_per_10k_steps
 from gatelab.train.parallel.mesh import ALONE, Ranks
-from gatelab.train.parallel.state import whole_decoder
+from gatelab.train.parallel.placement import whole_decoder
 from gatelab.train.run_folder import RunFolder
 from gatelab.train.settings import RunSettings
 from gatelab.train.source import Source
@@ -58,9 +57,7 @@ def conclude(
 
 
 def _measure_whole(run: RunFolder, settings: RunSettings, decoder: Decoder, source: Source) -> Measurement:
-    windows = source.measured_windows(settings.train.evaluation.final_measured_windows)
-    sets = source.query_sets(windows.inputs)
-    measurement = measure(decoder, windows.inputs, documents=windows.documents, query_sets=sets)
+    measurement = measure_heldout(decoder, source, settings.train.evaluation.final_measured_windows)
     require_finite(run, settings.train.steps, "the last measurement", measurement.summary())
     write_atomically(run.measurement, json.dumps(measurement.to_mapping(), indent=1, allow_nan=False) + "\n")
     return measurement

@@ -22,18 +22,20 @@ from gatelab.data.tokenizer import Tokenizer
 from gatelab.files import parse_json, require_folder, write_atomically
 from gatelab.settings import difference
 from gatelab.train.checkpoint import checkpoints
+from gatelab.train.parallel.mesh import CPU
 from gatelab.train.settings import RunSettings
 
 CHANGEABLE = (
     "train.checkpoint.",
     "train.evaluation.",
     "train.tensorboard",
+    "train.device",
     "train.parallel.",
     "train.on_nonfinite",
     "train.max_nonfinite",
     "data.num_processes",
 )
-DECIDES_BITS = ("torch", "instruction_set", "threads", "compiled")
+DECIDES_BITS = ("torch", "instruction_set", "device", "threads", "compiled")
 STUDY_FILE = "study.yaml"
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 SHAPES: dict[str, dict[str, type]] = {
@@ -207,13 +209,14 @@ class RunFolder:
         return content
 
 
-def describe_environment(compiled: bool) -> dict[str, Any]:
-    """Versions and machine; ``torch``, ``instruction_set``, ``threads`` and ``compiled`` decide the last bits."""
+def describe_environment(compiled: bool, device: torch.device = CPU) -> dict[str, Any]:
+    """Versions and machine; of these, ``DECIDES_BITS`` decide the last bits."""
     return {
         "gatelab": gatelab.__version__,
         "python": platform.python_version(),
         "torch": torch.__version__,
         "instruction_set": torch.backends.cpu.get_cpu_capability(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
         "compiled": compiled,
         "system": platform.platform(terse=True),

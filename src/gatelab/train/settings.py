@@ -55,6 +55,9 @@ class CheckpointSettings(Settings):
 
     every: int = Field(default=200, gt=0, description="steps between checkpoints; the last step always has one")
     keep: int = Field(default=2, gt=0, description="how many of the newest are kept")
+    asynchronous: bool = Field(
+        default=False, description="train on while one is written, from a copy of the state in the processor's memory"
+    )
     resume: Literal["auto", "never", "required"] = Field(
         default="auto",
         description="auto continues where there is something to continue, never refuses to, required must",
@@ -145,6 +148,9 @@ class TrainSettings(Settings):
     recompute: bool = Field(default=False, description="recompute each layer's activations in the backward pass")
     deterministic: bool = Field(default=True, description="deterministic kernels only: the same bits in every run")
     threads: int | None = Field(default=None, gt=0, description="CPU threads; PyTorch's own choice when None")
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="where tensors are; auto is CUDA where PyTorch finds it, else the processor"
+    )
     parallel: ParallelSettings = ParallelSettings()
     evaluation: EvaluationSettings = EvaluationSettings()
     checkpoint: CheckpointSettings = CheckpointSettings()

@@ -43,7 +43,7 @@ def require_start(folder: Path, settings: ModelSettings) -> None:
     if not file.is_file():
         raise ValueError(
             f"train.start_from={folder} has no {WEIGHTS}; name a checkpoint, such as RUN/checkpoints/step_00000200, or "
-            "another folder with the weights in one file"
+            "another folder with the weights in one file (of a run on several ranks, gatelab convert makes one)"
         )
     require_layout(file)
     changed = {

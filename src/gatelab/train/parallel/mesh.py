@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from gatelab.model.settings import ModelSettings
 from gatelab.train.settings import ParallelSettings
 
-BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
+CPU = torch.device("cpu")
+BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl"}
 
 
 @dataclass(frozen=True)
@@ -34,7 +36,17 @@ class Ranks:
     @property
     def is_first(self) -> bool:
         """Whether this process writes what the run writes once."""
-        return self.mesh is None or dist.get_rank() == 0
+        return self.number == 0
+
+    @property
+    def size(self) -> int:
+        """How many processes run."""
+        return 1 if self.mesh is None else dist.get_world_size()
+
+    @property
+    def number(self) -> int:
+        """This process's number among them, from 0."""
+        return 0 if self.mesh is None else dist.get_rank()
 
     @property
     def num_data_ranks(self) -> int:
@@ -63,7 +75,18 @@ class Ranks:
             dist.barrier()
 
 
-ALONE = Ranks(torch.device("cpu"))
+ALONE = Ranks(CPU)
+
+
+def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
+    """The type of device to train on; ``ValueError`` for CUDA where PyTorch finds none."""
+    has_cuda = torch.cuda.is_available()
+    if wanted == "cuda" and not has_cuda:
+        raise ValueError(
+            "train.device=cuda, but this PyTorch finds no CUDA device; install a CUDA build on a machine that has one "
+            "(gatelab doctor says what is there), or set train.device=auto"
+        )
+    return "cuda" if has_cuda and wanted != "cpu" else "cpu"
 
 
 @contextmanager
@@ -78,8 +101,10 @@ def running_ranks(settings: ParallelSettings, device: str = "cpu") -> Iterator[R
     if num_ranks == 1:
         yield Ranks(torch.device(device))
         return
+    own_device = torch.device(device)
     if device == "cuda":
-        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+        own_device = torch.device(device, int(os.environ.get("LOCAL_RANK", "0")))
+        torch.cuda.set_device(own_device)
     if not is_started:
         dist.init_process_group(BACKENDS[device])
     try:
@@ -89,7 +114,7 @@ def running_ranks(settings: ParallelSettings, device: str = "cpu") -> Iterator[R
             replicate, shard, _ = shape
             expert_shape = (replicate, shard // settings.expert, settings.expert)
             expert_mesh = init_device_mesh(device, expert_shape, mesh_dim_names=("replicate", "outer", "expert"))
-        yield Ranks(torch.device(device), mesh, expert_mesh)
+        yield Ranks(own_device, mesh, expert_mesh)
     finally:
         if not is_started:
             dist.destroy_process_group()

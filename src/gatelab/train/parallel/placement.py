@@ -37,6 +37,23 @@ def place(decoder: Decoder, settings: TrainSettings, ranks: Ranks, compiled: boo
         shard_over_ranks(decoder, ranks, getattr(torch, settings.precision))
 
 
+def whole_decoder(decoder: Decoder, ranks: Ranks) -> Decoder | None:
+    """The same decoder in one piece on the first rank, ``None`` on the others; all ranks call this together."""
+    if ranks.mesh is None:
+        return decoder
+    weights = {
+        name: value.full_tensor() if isinstance(value, DTensor) else value
+        for name, value in decoder.state_dict().items()
+    }
+    if not ranks.is_first:
+        return None
+    with torch.device("meta"):
+        whole = Decoder(decoder.settings)
+    whole.load_state_dict(weights, assign=True)
+    whole.activation_dtype = decoder.activation_dtype
+    return whole
+
+
 def clip_gradients(parameters: Iterable[nn.Parameter], largest: float) -> float:
     """Scale all gradients so that their norm over all ranks is at most ``largest``; the norm before that."""
     parameters = [parameter for parameter in parameters if parameter.grad is not None]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -30,7 +31,10 @@ def deterministic_kernels(enabled: bool) -> Iterator[None]:
     """Only kernels that give the same bits every time, for as long as the context lasts.
 
     PyTorch would also fill every new tensor with NaN in this mode, a check of itself that costs time and is left off.
+    cuBLAS needs a workspace of fixed size for it, which an environment variable asks for.
     """
+    if enabled:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     before, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     fills_before = getattr(deterministic, _FILL)
     torch.use_deterministic_algorithms(enabled)
