@@ -187,6 +187,20 @@ def test_a_mistake_is_answered_with_the_nearest_name(words: list[str], message: 
         resolve(words[0], words[1:])
 
 
+def test_a_file_of_settings_is_a_recipe(tmp_path: Path) -> None:
+    """As it stands, with its gates; with words, which change only what they name."""
+    run, file = resolve("dense_tiny", ["gate=sdpa_headwise", "match=parameters", "train.seed=3"]), tmp_path / "my.yaml"
+    file.write_text(run.to_yaml())
+    assert resolve(str(file)) == run
+    assert resolve(str(file), ["train.seed=4"]) == run.with_overrides(["train.seed=4"])
+    assert resolve(str(file), ["gate=none"]).model.gates == ()
+    file.write_text("model: [")
+    with pytest.raises(ValueError, match=r"my\.yaml holds no settings of a run: "):
+        resolve(str(file))
+    with pytest.raises(ValueError, match=r"other\.yaml can't be read: No such file or directory; name a recipe or"):
+        resolve(str(tmp_path / "other.yaml"))
+
+
 def test_recipes_load_without_torch() -> None:
     """So that listings and settings are printed at once."""
     use = "import sys, gatelab.recipes.table as table; table.resolve('moe_tiny', ['gate=value_headwise'])"

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-Recipe = Annotated[str, typer.Argument(help="name of a recipe, see `gatelab recipes`")]
+Recipe = Annotated[str, typer.Argument(help="a recipe (see `gatelab recipes`) or a settings.yaml")]
 Assignments = Annotated[
     list[str] | None,
     typer.Argument(

@@ -49,7 +49,7 @@ def train(
     from gatelab.train.run_folder import RunFolder
 
     settings = resolve(recipe, assignments or [])
-    folder = out or Path("runs") / recipe
+    folder = out or Path("runs") / Path(recipe).stem
     with TrainingProgress(Console(quiet=not is_first_process())) as progress:
         result = train_run(settings, folder, cache.expanduser(), progress)
     if not is_first_process():
