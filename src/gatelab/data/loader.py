@@ -8,7 +8,7 @@ inputs [s_wT, ..., s_wT+T-1] and targets [s_wT+1, ..., s_wT+T]. Either way neigh
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -38,12 +38,14 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The batch on another device."""
-        return Batch(
-            inputs=self.inputs.to(device),
-            targets=self.targets.to(device),
-            documents=None if self.documents is None else self.documents.to(device),
-            document_ids=None if self.document_ids is None else self.document_ids.to(device),
-        )
+        return self._each(lambda tensor: tensor.to(device))
+
+    def rows(self, rows: Sequence[int]) -> Batch:
+        """These of its sequences."""
+        return self._each(lambda tensor: tensor[list(rows)])
+
+    def _each(self, change: Callable[[Tensor], Tensor]) -> Batch:
+        return Batch(**{name: change(tensor) for name, tensor in vars(self).items() if tensor is not None})
 
 
 class TrainLoader:

@@ -10,11 +10,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gatelab.data.loader import IGNORED, Batch
+from gatelab.data.loader import IGNORED, Batch, rows_of_rank
 from gatelab.diagnose.measure import measure
 from gatelab.diagnose.measurement import Measurement
 from gatelab.model.decoder import Decoder
 from gatelab.model.perplexity import bits_per_byte, perplexity, token_nats
+from gatelab.train.parallel.mesh import ALONE, Ranks
 from gatelab.train.source import HeldoutDomain, Source
 
 
@@ -44,18 +45,24 @@ class Score:
 
 
 @torch.no_grad()
-def score(decoder: Decoder, domain: HeldoutDomain, num_windows: int | None = None) -> Score:
+def score(decoder: Decoder, domain: HeldoutDomain, num_windows: int | None = None, ranks: Ranks = ALONE) -> Score:
     """Score a domain, or its first ``num_windows`` windows (rounded up to whole batches).
 
-    Sums are taken in float64. A compiled decoder runs uncompiled here, and every batch has the same shape.
+    Data-parallel ranks share each batch's rows, call this together and get the same sums, which are taken in float64.
+    A compiled decoder runs uncompiled here, and every batch has the same shape.
     """
     text_bytes = domain.document_text_bytes
     num_documents = 0 if text_bytes is None else len(text_bytes)
-    document_nats, document_tokens = torch.zeros(2, num_documents, dtype=torch.float64)
-    result = Score(document_nats, document_tokens)
+    device = _device_of(decoder)
+    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    by_document = torch.zeros(2, num_documents, dtype=torch.float64, device=device)
     with torch.compiler.set_stance("force_eager"):
         for batch in _first_windows(domain.batches(), num_windows):
-            _add(result, decoder, batch)
+            own = rows_of_rank(len(batch.inputs), ranks.data_rank, ranks.num_data_ranks)
+            _add(totals, by_document, decoder, batch.rows(own).to(device))
+    nats, num_tokens = ranks.sum_over_data(totals).tolist()
+    document_nats, document_tokens = ranks.sum_over_data(by_document).cpu()
+    result = Score(document_nats, document_tokens, nats, int(num_tokens))
     if text_bytes is not None and num_windows is None:
         result.num_bytes = int(text_bytes.sum())
     return result
@@ -74,16 +81,14 @@ def _device_of(decoder: Decoder) -> torch.device:
     return next(decoder.parameters()).device
 
 
-def _add(result: Score, decoder: Decoder, batch: Batch) -> None:
-    batch = batch.to(_device_of(decoder))
+def _add(totals: Tensor, by_document: Tensor, decoder: Decoder, batch: Batch) -> None:
+    """Add cross-entropy and number of a batch's scored tokens to their sums (2) and those by document (2 N)."""
     nats = token_nats(decoder(batch.inputs, batch.documents), batch.targets).double()
     scored = batch.targets != IGNORED
-    result.nats += float(nats.sum())
-    result.num_tokens += int(scored.sum())
+    figures = torch.stack([nats[scored], torch.ones_like(nats[scored])])
+    totals += figures.sum(dim=1)
     if batch.document_ids is not None:
-        documents, nats_of_scored = batch.document_ids[scored].cpu(), nats[scored].cpu()
-        result.document_nats.index_add_(0, documents, nats_of_scored)
-        result.document_tokens.index_add_(0, documents, torch.ones_like(nats_of_scored))
+        by_document.index_add_(1, batch.document_ids[scored], figures)
 
 
 def _first_windows(batches: Iterable[Batch], num_windows: int | None) -> Iterable[Batch]:

@@ -85,7 +85,7 @@ def _train(run: RunFolder, settings: RunSettings, source: Source, watch: Watch, 
         if done == 0:
             _measure(run, log, done, state.decoder, source, evaluation.measured_windows, ranks)
             if settings.train.start_from is not None:
-                _evaluate(run, log, done, state.decoder, source, evaluation.windows)
+                _evaluate(run, log, done, state.decoder, source, evaluation.windows, ranks)
         while done < steps:
             clock.start()
             set_learning_rate(state.optimizer, rate_factor(done, steps, settings.train.schedule))
@@ -104,7 +104,7 @@ def _train(run: RunFolder, settings: RunSettings, source: Source, watch: Watch, 
                 log.write("step", done, **figures._asdict(), loss_spikes_live=spikes.count, seconds=seconds)
                 watch.update(done, figures.loss, clock.tokens_per_second, clock.peak_share)
             if done % evaluation.every == 0 or done == steps:
-                _evaluate(run, log, done, state.decoder, source, evaluation.windows)
+                _evaluate(run, log, done, state.decoder, source, evaluation.windows, ranks)
             if done % evaluation.measure_every == 0 or done == steps:
                 _measure(run, log, done, state.decoder, source, evaluation.measured_windows, ranks)
             if done % checkpoint.every == 0 or done == steps:
@@ -241,10 +241,12 @@ def _describe_data(source: Source, start_from: str | None) -> dict[str, Any]:
     return data if start_from is None else data | {"start_weights": start_checksum(Path(start_from))}
 
 
-def _evaluate(run: RunFolder, log: Log, done: int, decoder: Decoder, source: Source, num_windows: int) -> None:
+def _evaluate(
+    run: RunFolder, log: Log, done: int, decoder: Decoder, source: Source, num_windows: int, ranks: Ranks
+) -> None:
     for name, domain in source.heldout.items():
         began = time.perf_counter()
-        figures = score(decoder, domain, num_windows).figures()
+        figures = score(decoder, domain, num_windows, ranks).figures()
         require_finite(run, done, f"the evaluation on {name} after step {done}", figures)
         log.write("evaluation", done, domain=name, **figures, seconds=time.perf_counter() - began)
 

@@ -34,9 +34,9 @@ def conclude(
 ) -> dict[str, Any]:
     """Score every held-out token, measure sinks and gates, write the run's last files and return ``result.json``.
 
-    All ranks score; the first measures the whole model and writes.
+    The ranks share the scoring; the first measures the whole model and writes.
     """
-    scores = {name: score(decoder, domain) for name, domain in source.heldout.items()}
+    scores = {name: score(decoder, domain, ranks=ranks) for name, domain in source.heldout.items()}
     heldout = {name: one.figures() for name, one in scores.items()}
     for name, figures in heldout.items():
         require_finite(run, settings.train.steps, f"held-out {name}", figures)
