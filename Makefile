@@ -2,6 +2,7 @@
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
+TEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
 
 .PHONY: demo test long check clean
 
@@ -9,11 +10,11 @@ demo: $(VENV)/.runtime
 	$(BIN)/gatelab demo
 
 test: $(VENV)/.development check
-	$(BIN)/pytest -m "not long and not network and not peer and not gpu"
-	$(BIN)/pytest --jaxtyping-packages=gatelab.gates,gatelab.model,gatelab.diagnose,gatelab.train,beartype.beartype -m "not compile and not network and not peer and not gpu and not slow" tests/gates tests/model tests/diagnose tests/train
+	$(TEST) -m "not long and not network and not peer and not gpu"
+	$(TEST) --jaxtyping-packages=gatelab.gates,gatelab.model,gatelab.diagnose,gatelab.train,beartype.beartype -m "not compile and not network and not peer and not gpu and not slow" tests/gates tests/model tests/diagnose tests/train
 
 long: $(VENV)/.development
-	$(BIN)/pytest -m long
+	$(TEST) -m long
 
 check: $(VENV)/.development
 	$(BIN)/ruff check .

@@ -18,6 +18,7 @@ from tiny_runs import MIXTURE, Recording, assert_same_run, tiny_run, tiny_text_r
 from gatelab.data.synthetic import BigramBackcopy
 from gatelab.diagnose.measure import Measurement, measure
 from gatelab.model.accounting import count_parameters
+from gatelab.model.decoder import Decoder
 from gatelab.train import run_folder
 from gatelab.train.checkpoint import checkpoints, load_decoder
 from gatelab.train.divergence import DivergedError
