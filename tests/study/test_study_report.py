@@ -24,6 +24,7 @@ from gatelab.study.executors import Serial
 from gatelab.study.findings import Comparison, compare, mean_over_seeds, read_findings
 from gatelab.study.jobs import JobResult, comparison_jobs
 from gatelab.study.report import study_report, write_study_report
+from gatelab.study.report_run_tables import events_table
 from gatelab.study.report_tables import equal_rate_table
 from gatelab.study.run_curves import RunCurve, bands, read_curve
 from gatelab.study.runner import Unobserved, conduct
@@ -396,10 +397,28 @@ def test_the_document_interval_is_of_nats_per_token() -> None:
     assert compare(synthetic_study(), runs, lambda result: 1.0)["gated"].difference is None
 
 
+def test_steps_that_were_passed_over_are_shown(tmp_path: Path) -> None:
+    (job, other) = comparison_jobs(synthetic_study("train.steps=300"))
+    events = [
+        {"kind": "event", "step": 5, "action": "skip", "loss": "nan", "gradient_norm": "inf"},
+        {"kind": "event", "step": 9, "action": "rollback", "loss": "inf", "gradient_norm": "nan", "checkpoint": 8},
+    ]
+    for one, rows in ((job, events), (other, [])):
+        (tmp_path / one.folder).mkdir(parents=True)
+        (tmp_path / one.folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    table = events_table([read_curve(one, tmp_path) for one in (job, other)])
+    assert table is not None
+    assert [(row["arm"], row["step"], row["action"], row["checkpoint"]) for row in table.rows] == [
+        (job.arm, 5, "skip", None),
+        (job.arm, 9, "rollback", 8),
+    ]
+    assert events_table([read_curve(other, tmp_path)]) is None
+
+
 def test_bands_reach_over_the_seeds_that_have_a_step() -> None:
     def curve(seed: int, losses: list[float]) -> RunCurve:
         rows = [{"step": step, "loss": loss} for step, loss in enumerate(losses, start=1)]
-        return RunCurve("gated", seed, rows, [], [], 0)
+        return RunCurve("gated", seed, rows, [], [], 0, [])
 
     rows = bands([curve(0, [4.0, 3.0]), curve(1, [2.0])], lambda one: one.training, "loss")
     assert rows == [

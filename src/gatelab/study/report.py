@@ -94,7 +94,7 @@ def _page(findings: Findings, command: str | None) -> Page:
         _section("Learning", "", figures.learning_figures(findings, curves)),
         _section("Learning rates", "", [run_tables.rate_table(findings), *figures.rate_figures(findings)]),
         *_inside(findings, curves),
-        _section("Stability", "", [run_tables.stability_table(findings, curves)]),
+        _section("Stability", "", [run_tables.stability_table(findings, curves), run_tables.events_table(curves)]),
         _section("Cost", "", [run_tables.cost_so_far(findings)]),
         _conditions(findings),
         _section("Runs", "", [run_tables.runs_table(findings, curves)] if findings.results else []),

@@ -125,6 +125,34 @@ def stability_table(findings: Findings, curves: Sequence[RunCurve]) -> Table | N
     return Table(columns, rows, caption) if rows else None
 
 
+def events_table(curves: Sequence[RunCurve]) -> Table | None:
+    """Every step of a compared run that was not finite and was passed over; ``None`` when there was none."""
+    rows = [
+        {
+            "arm": curve.arm,
+            "seed": str(curve.seed),
+            "step": event["step"],
+            "loss": event["loss"],
+            "norm": event["gradient_norm"],
+            "action": event["action"],
+            "checkpoint": event.get("checkpoint"),
+        }
+        for curve in curves
+        for event in curve.events
+    ]
+    columns = [
+        _ARM,
+        Column("seed", "seed", align="right"),
+        Column("step", "step", ",d"),
+        Column("loss", "loss", align="right"),
+        Column("norm", "gradient norm", align="right"),
+        Column("action", "action"),
+        Column("checkpoint", "back to step", ",d"),
+    ]
+    caption = "Steps whose loss or gradient norm was not finite: the update is left out (train.on_nonfinite)."
+    return Table(columns, rows, caption) if rows else None
+
+
 def cost_so_far(findings: Findings) -> Table | None:
     """What the finished runs read, computed and took, with a last row for all of them."""
     columns = [

@@ -17,7 +17,8 @@ _MOST_POINTS = 80
 
 
 class RunCurve(NamedTuple):
-    """One run: medians of the training loss in up to 80 equal parts of it, what was evaluated and measured, spikes."""
+    """One run: medians of the training loss in up to 80 equal parts of it, what was evaluated and measured, spikes, and
+    the events: steps that were not finite and were passed over."""
 
     arm: str
     seed: int
@@ -25,14 +26,15 @@ class RunCurve(NamedTuple):
     evaluations: list[Row]
     measurements: list[Row]
     loss_spikes: int
+    events: list[Row]
 
 
 def read_curve(job: Job, study_folder: Path) -> RunCurve:
     """The curve of a run that was begun; evaluations are those of the first held-out domain."""
     run = RunFolder(study_folder / job.folder)
     rows, result = read_metrics(run.metrics), run.result
-    steps, evaluations, measurements = (
-        [row for row in rows if row["kind"] == kind] for kind in ("step", "evaluation", "measurement")
+    steps, evaluations, measurements, events = (
+        [row for row in rows if row["kind"] == kind] for kind in ("step", "evaluation", "measurement", "event")
     )
     domain = evaluations[0].get("domain") if evaluations else None
     spikes = _spikes(steps) if result is None else result["loss_spikes"]
@@ -43,6 +45,7 @@ def read_curve(job: Job, study_folder: Path) -> RunCurve:
         [row for row in evaluations if row.get("domain") == domain],
         measurements,
         spikes,
+        events,
     )
 
 
