@@ -100,6 +100,18 @@ def test_a_run_on_ranks_leaves_the_folder_of_one_rank(tmp_path: Path) -> None:
     assert all((weights[0][name] - weights[1][name]).abs().max() < 1e-9 for name in weights[0])
 
 
+@pytest.mark.long
+@pytest.mark.compile
+@pytest.mark.parametrize("word", ["train.parallel.shard=2", "train.parallel.tensor=2"])
+def test_compiled_layers_train_on_ranks(tmp_path: Path, word: str) -> None:
+    one, many, cache = tmp_path / "one", tmp_path / "many", tmp_path / "cache"
+    train(run_settings("train.precision=float32"), one, cache)
+    on_ranks(2, train_on_rank, run_settings("train.precision=float32", "train.compile=true", word), many, cache)
+    assert json.loads((many / "environment.json").read_text())["compiled"]
+    losses = [[row["loss"] for row in rows_of(folder) if row["kind"] == "step"] for folder in (one, many)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+
+
 class Stopping(Unwatched):
     """Ends the run after its fourth step, as an interrupt would."""
 
