@@ -48,7 +48,7 @@ def main() -> None:
     except ArithmeticError as error:
         sys.exit(_fail(str(error), 1))
     except KeyboardInterrupt:
-        sys.exit(_fail("stopped; the same command continues where it was", 130))
+        sys.exit(_fail("stopped; the same command goes on from what is saved", 130))
 
 
 def _fail(message: str, code: int) -> int:

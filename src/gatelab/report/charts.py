@@ -70,9 +70,9 @@ def line_chart(
             raise ValueError(f"{title!r} has a logarithmic axis, but the values of {column.key!r} are not all positive")
     names = values_of(data, series)
     x_scale = style.scale_of(places, log=log_x, nice=False)
-    x_axis = _quantity(alt.X, x, data, scale=x_scale, **_log_ticks(places, log_x))
+    x_axis = _quantity(alt.X, x, data, scale=x_scale, **_log_ticks(x, places, log_x))
     y_scale = style.scale_of(values + _reference_values(reference), log=log_y, padding=16)
-    y_axis = _quantity(alt.Y, y, data, scale=y_scale, **_log_ticks(values, log_y))
+    y_axis = _quantity(alt.Y, y, data, scale=y_scale, **_log_ticks(y, values, log_y))
     color = style.color_of(series, names)
 
     layers = []
@@ -269,9 +269,11 @@ def _quantity(channel: type, column: Column, data: Rows, **options: Any) -> Any:
     return channel(field=column.key, type="quantitative", **options)
 
 
-def _log_ticks(values: Sequence[float], is_log: bool) -> dict[str, alt.Axis]:
+def _log_ticks(column: Column, values: Sequence[float], is_log: bool) -> dict[str, alt.Axis]:
     """The axis of an encoding on a logarithmic scale; empty on a linear one and around a single value."""
-    return {"axis": alt.Axis(values=style.log_ticks(values))} if is_log and len(set(values)) > 1 else {}
+    if not is_log or len(set(values)) == 1:
+        return {}
+    return {"axis": alt.Axis(values=style.log_ticks(values), **style.scale_format(column))}
 
 
 def _name_axis(column: Column, data: Rows) -> alt.Y:
