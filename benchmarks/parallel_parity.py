@@ -1,6 +1,6 @@
 """Training spread over gloo ranks beside the same training on one rank.
 
-    python benchmarks/parallel_parity.py [--out benchmarks/parallel_parity.json]
+    python benchmarks/parallel_parity.py [--out benchmarks/results/parallel_parity.json]
 
 Each row is a model, a way to spread it, and the largest errors: of losses, gradient norms and weights of ten float64
 steps (absolute), and of the first float32 gradients (over the largest entry of each). Batches have padding, and rows
@@ -285,7 +285,7 @@ def to_markdown(rows: list[dict[str, Any]]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, default=Path("benchmarks/parallel_parity.json"))
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/parallel_parity.json"))
     parser.add_argument("--variants", action="store_true")
     arguments = parser.parse_args()
     rows = measured(layout_cases() + (variant_cases() if arguments.variants else []))
