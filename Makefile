@@ -11,7 +11,7 @@ demo: $(VENV)/.runtime
 
 test: $(VENV)/.development check
 	$(TEST) -m "not long and not network and not peer and not gpu"
-	$(TEST) --jaxtyping-packages=gatelab.gates,gatelab.model,gatelab.diagnose,gatelab.train,beartype.beartype -m "not compile and not network and not peer and not gpu and not slow" tests/gates tests/model tests/diagnose tests/train
+	$(TEST) --jaxtyping-packages=gatelab.gates,gatelab.model,gatelab.diagnose,gatelab.train,beartype.beartype -m "not compile and not network and not peer and not gpu and not slow and not long" tests/gates tests/model tests/diagnose tests/train
 
 long: $(VENV)/.development
 	$(TEST) -m long

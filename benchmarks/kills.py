@@ -1,6 +1,6 @@
 """SIGKILL at random moments of tiny runs, which are started again until they are finished.
 
-    python benchmarks/kills.py [--kills 200] [--seed 0] [--out benchmarks/kills.json]
+    python benchmarks/kills.py [--kills 200] [--seed 0] [--out benchmarks/results/kills.json]
 
 Three kinds of work are killed in turn: a run on a synthetic task, a run that first writes the shards of its text, and a
 study of two arms. Each kill waits for a phase drawn at random (training, evaluation, measurement, saving, the end of a
@@ -236,7 +236,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--kills", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--out", type=Path, default=Path(__file__).with_suffix(".json"))
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "kills.json")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = kill(arguments.kills, arguments.seed, Path(folder))
