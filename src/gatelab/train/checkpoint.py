@@ -75,7 +75,7 @@ def load_checkpoint(path: Path, decoder: Decoder, optimizer: torch.optim.Optimiz
     All ranks call this together. Rates and decays of the optimizer's groups stay as they are. Raises ``ValueError``
     that names the file when one is missing, damaged, or of another schema, layout or model.
     """
-    verify(path, ranks)
+    _verify(path, ranks)
     _stored_model(path)
     stored = _stored_tensors(path)
     kept = _empty_optimizer_state(path, stored, decoder)
@@ -92,7 +92,7 @@ def load_checkpoint(path: Path, decoder: Decoder, optimizer: torch.optim.Optimiz
 
 def load_decoder(path: Path) -> Decoder:
     """The decoder of a checkpoint in one piece, float32 and in eval mode; errors as for :func:`load_checkpoint`."""
-    verify(path)
+    _verify(path)
     decoder = Decoder(_stored_model(path))
     stored = {name: one for name, one in _stored_tensors(path).items() if not name.startswith(OF_OPTIMIZER)}
     _fill(path, stored, {name: value.detach() for name, value in decoder.state_dict().items()}, ALONE)
@@ -131,24 +131,6 @@ def remove_old(folder: Path, keep: int) -> None:
     for old in checkpoints(folder)[:-keep]:
         leaving = old.replace(temporary_beside(old))
         shutil.rmtree(leaving)
-
-
-def verify(path: Path, ranks: Ranks = ALONE) -> None:
-    """Compare every byte of a checkpoint with what was written; ranks share the files out among them.
-
-    Raises ``ValueError`` that names the file: the manifest by its text, the others by their checksums.
-    """
-    way_out = f"delete {path} to continue from the checkpoint before it"
-    checksums = _listed(path, way_out)
-    files = {file.name for file in path.iterdir() if file.suffix == ".safetensors"} | {MODEL}
-    for name in sorted(checksums.keys() | files):
-        if name not in checksums:
-            raise ValueError(f"{path / MANIFEST} does not list {path / name}, or is damaged; {way_out}")
-        if not (path / name).is_file() or name not in files:
-            raise ValueError(f"{path / name} is missing, and {MANIFEST} lists it; {way_out}")
-    for number, name in enumerate(checksums):
-        if number % ranks.size == ranks.number and sha256(path / name) != checksums[name]:
-            raise ValueError(f"{path / name} is damaged, or its checksum in {MANIFEST} is; {way_out}")
 
 
 def write_weights(path: Path, decoder: Decoder) -> None:
@@ -213,6 +195,24 @@ def _stored_model(path: Path) -> ModelSettings:
 
 def _manifest(step: int, checksums: Mapping[str, str]) -> str:
     return json.dumps({"schema_version": SCHEMA_VERSION, "step": step, "sha256": dict(checksums)}, indent=1) + "\n"
+
+
+def _verify(path: Path, ranks: Ranks = ALONE) -> None:
+    """Compare every byte of a checkpoint with what was written; ranks share the files out among them.
+
+    Raises ``ValueError`` that names the file: the manifest by its text, the others by their checksums.
+    """
+    way_out = f"delete {path} to continue from the checkpoint before it"
+    checksums = _listed(path, way_out)
+    files = {file.name for file in path.iterdir() if file.suffix == ".safetensors"} | {MODEL}
+    for name in sorted(checksums.keys() | files):
+        if name not in checksums:
+            raise ValueError(f"{path / MANIFEST} does not list {path / name}, or is damaged; {way_out}")
+        if not (path / name).is_file() or name not in files:
+            raise ValueError(f"{path / name} is missing, and {MANIFEST} lists it; {way_out}")
+    for number, name in enumerate(checksums):
+        if number % ranks.size == ranks.number and sha256(path / name) != checksums[name]:
+            raise ValueError(f"{path / name} is damaged, or its checksum in {MANIFEST} is; {way_out}")
 
 
 def _listed(path: Path, way_out: str) -> dict[str, str]:
