@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 from parallel_parity import layout_cases, measured, variant_cases
 
-
 DIVIDED_OUT = ("query_headwise_before_norm", "key_headwise_before_norm")
 """q/k norm divides a score that scales a whole head out again: the gradient of such a gate is rounding alone."""
 
