@@ -63,10 +63,8 @@ def save_state(folder: Path, step: int, settings: ModelSettings, state: Mapping[
 
 def training_state(decoder: Decoder, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """The weights and what the optimizer keeps of each, by name; on ranks, this rank's parts of them."""
-    state = {name: value.detach() for name, value in decoder.state_dict().items()}
-    for name, parameter in decoder.named_parameters():
-        state |= {f"{OF_OPTIMIZER}{name}.{key}": value for key, value in optimizer.state[parameter].items()}
-    return state
+    kept = {name: optimizer.state[parameter] for name, parameter in decoder.named_parameters()}
+    return _weights(decoder) | _of_optimizer(kept)
 
 
 def load_checkpoint(path: Path, decoder: Decoder, optimizer: torch.optim.Optimizer, ranks: Ranks = ALONE) -> int:
@@ -79,11 +77,7 @@ def load_checkpoint(path: Path, decoder: Decoder, optimizer: torch.optim.Optimiz
     _stored_model(path)
     stored = _stored_tensors(path)
     kept = _empty_optimizer_state(path, stored, decoder)
-    weights = {name: value.detach() for name, value in decoder.state_dict().items()}
-    of_optimizer = {
-        f"{OF_OPTIMIZER}{name}.{key}": value for name, values in kept.items() for key, value in values.items()
-    }
-    _fill(path, stored, weights | of_optimizer, ranks)
+    _fill(path, stored, _weights(decoder) | _of_optimizer(kept), ranks)
     parameters = dict(decoder.named_parameters())
     optimizer.state.clear()
     optimizer.state.update({parameters[name]: values for name, values in kept.items()})
@@ -95,7 +89,7 @@ def load_decoder(path: Path) -> Decoder:
     _verify(path)
     decoder = Decoder(_stored_model(path))
     stored = {name: one for name, one in _stored_tensors(path).items() if not name.startswith(OF_OPTIMIZER)}
-    _fill(path, stored, {name: value.detach() for name, value in decoder.state_dict().items()}, ALONE)
+    _fill(path, stored, _weights(decoder), ALONE)
     return decoder.eval()
 
 
@@ -158,6 +152,15 @@ def load_weights(path: Path, decoder: Decoder) -> None:
         decoder.load_state_dict(load_file(path))
     except RuntimeError as error:
         raise ValueError(f"{path} does not fit the model: {str(error).splitlines()[-1].strip()}") from None
+
+
+def _weights(decoder: Decoder) -> dict[str, Tensor]:
+    return {name: value.detach() for name, value in decoder.state_dict().items()}
+
+
+def _of_optimizer(kept: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Tensor]:
+    """What an optimizer keeps, given by parameter and key, under the names that files have for it."""
+    return {f"{OF_OPTIMIZER}{name}.{key}": value for name, values in kept.items() for key, value in values.items()}
 
 
 def _save_tensors(path: Path, weights: Mapping[str, Tensor], settings: ModelSettings) -> None:
