@@ -16,7 +16,8 @@ from parallel_parity import on_ranks
 from test_parallel_runs import rows_of, run_settings, train_on_rank, whole_state
 
 from gatelab.train.checkpoint import checkpoints
-from gatelab.train.settings import RunSettings
+from gatelab.train.parallel.mesh import running_ranks
+from gatelab.train.settings import ParallelSettings, RunSettings
 
 LIMIT_SECONDS = 300
 STEPS = ("train.steps=8", "train.checkpoint.every=2", "train.evaluation.every=8", "train.evaluation.measure_every=8")
@@ -63,7 +64,7 @@ def killed(tmp_path: Path) -> Iterator[Path]:
     (tmp_path / "slow_run.py").write_text(SLOW_RUN)
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += ["--max-restarts", "2", str(tmp_path / "slow_run.py"), str(tmp_path)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     agent = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     try:
         run, until = tmp_path / "run", time.monotonic() + LIMIT_SECONDS
@@ -79,6 +80,15 @@ def killed(tmp_path: Path) -> Iterator[Path]:
         yield run
     finally:
         agent.kill()
+
+
+def test_restarts_that_would_meet_the_dead_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    started = {"RANK": "0", "WORLD_SIZE": "2", "TORCHELASTIC_MAX_RESTARTS": "3", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    for name, value in started.items():
+        monkeypatch.setenv(name, value)
+    refused = pytest.raises(ValueError, match="TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1")
+    with refused, running_ranks(ParallelSettings(shard="all")):
+        pass
 
 
 @pytest.mark.long

@@ -93,7 +93,7 @@ def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
 def running_ranks(settings: ParallelSettings, device: str = "cpu") -> Iterator[Ranks]:
     """The ranks that torchrun started, for as long as the context lasts; one process by itself is alone.
 
-    Raises ``ValueError`` when the settings ask for another number of ranks than run.
+    Raises ``ValueError`` when the settings ask for another number of ranks than run, or torchrun could not restart them.
     """
     is_started = dist.is_initialized()
     num_ranks = dist.get_world_size() if is_started else int(os.environ.get("WORLD_SIZE", "1"))
@@ -106,6 +106,7 @@ def running_ranks(settings: ParallelSettings, device: str = "cpu") -> Iterator[R
         own_device = torch.device(device, int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(own_device)
     if not is_started:
+        _require_new_meeting()
         dist.init_process_group(BACKENDS[device])
     try:
         mesh = init_device_mesh(device, shape, mesh_dim_names=("replicate", "shard", "tensor"))
@@ -118,6 +119,20 @@ def running_ranks(settings: ParallelSettings, device: str = "cpu") -> Iterator[R
     finally:
         if not is_started:
             dist.destroy_process_group()
+
+
+def _require_new_meeting() -> None:
+    """torchrun's shared store keeps the addresses of ranks that died, where restarted ones look for each other.
+
+    A defect of PyTorch: https://github.com/pytorch/pytorch/issues/135712.
+    """
+    can_restart = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
+    if can_restart and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        raise ValueError(
+            "torchrun --max-restarts would start ranks again that look for each other under the addresses of dead ones "
+            "(pytorch/pytorch#135712); set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 where torchrun starts, or leave "
+            "--max-restarts out"
+        )
 
 
 def is_first_process() -> bool:
