@@ -93,7 +93,8 @@ def find_device(wanted: Literal["auto", "cpu", "cuda"]) -> str:
 def running_ranks(settings: ParallelSettings, device: str = "cpu") -> Iterator[Ranks]:
     """The ranks that torchrun started, for as long as the context lasts; one process by itself is alone.
 
-    Raises ``ValueError`` when the settings ask for another number of ranks than run, or torchrun could not restart them.
+    Raises ``ValueError`` when the settings ask for another number of ranks than run, or torchrun could
+    not restart them.
     """
     is_started = dist.is_initialized()
     num_ranks = dist.get_world_size() if is_started else int(os.environ.get("WORLD_SIZE", "1"))
