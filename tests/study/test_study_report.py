@@ -319,6 +319,22 @@ def test_arms_are_drawn_by_six_beside_the_baseline(tmp_path: Path) -> None:
     assert names.index("rate_6") % 7 == 1 and names.index("rate_5") == 6  # the colours of the lines
 
 
+def test_arms_of_other_contexts_are_measured_by_their_own_floors(tmp_path: Path) -> None:
+    """The loss is that of the longer text too; 8 tokens a window have the higher floor."""
+    short = {"name": "short", "assignments": ["data.context=8"]}
+    conduct(text_study(tmp_path, arms=[ARMS[0], short]), tmp_path / "study", tmp_path / "cache")
+    page = study_report(tmp_path / "study")
+    rows = by_arm(tables(page, "First-token attention")[0])
+    for arm in ("ungated", "short"):
+        measured = json.loads((tmp_path / "study" / arm / "result.json").read_text())["measurement"]
+        times = measured["first_token_attention_worst_layer"] / measured["first_token_attention_floor"]
+        assert rows[arm]["first_token_attention_worst_layer_over_floor"] == f"{times:.2f}"
+    floors = [rows["uniform attention"][f"first_token_attention_worst_layer{end}"] for end in ("", "_over_floor")]
+    assert re.fullmatch(r"0\.\d{4} to 0\.\d{4}", floors[0]) and floors[1] == "1.00"
+    drawn = [one for one in figures(page) if "after training" in one.chart.to_dict()["title"]]
+    assert ["uniform attention: 1.00" in json.dumps(one.chart.to_dict()) for one in drawn] == [False, True]
+
+
 def judged(verdict: Any, d: float = 0.1) -> Comparison:
     judgement = Judgement(verdict, d, 1.0, 1.0, None, None)
     contrast = Contrast("gated", None, 0, 5, None, judgement)

@@ -24,18 +24,25 @@ Direction = Literal["agrees", "disagrees", "can't tell"]
 Runs = Mapping[str, Sequence[JobResult]]
 LOSS = "heldout_loss"
 FIRST_TOKEN, WORST_LAYER = "first_token_attention", "first_token_attention_worst_layer"
+OVER_FLOOR = "_over_floor"
 
 
 class Quantity(NamedTuple):
     """A figure of a run: its key in the measurement, or ``heldout_loss``; what it is called; how it is written.
 
-    ``paper`` is the paper's figure of the same kind, from one of its rows.
+    ``paper`` is the paper's figure of the same kind, from one of its rows. A key that ends in ``_over_floor`` is of a
+    first-token attention in units of what uniform attention gives.
     """
 
     key: str
     title: str
     format: str
     paper: Callable[[PaperRow], float | None] = lambda row: None
+
+    @property
+    def name(self) -> str:
+        """What is measured, whatever the queries and the unit."""
+        return self.key.removesuffix(OVER_FLOOR).partition("[")[0]
 
     @property
     def is_of_part(self) -> bool:
@@ -46,14 +53,27 @@ class Quantity(NamedTuple):
         """A run's figure; ``None`` when it diverged or did not measure it."""
         if self.key == LOSS:
             return result.heldout_loss
-        return None if result.measurement is None else result.measurement.get(self.key)
+        if result.measurement is None:
+            return None
+        if self.key.endswith(OVER_FLOOR):
+            absolute = self._replace(key=self.key.removesuffix(OVER_FLOOR))
+            value, floor = absolute.of(result), absolute.floor(result)
+            return None if value is None or floor is None else value / floor
+        return result.measurement.get(self.key)
 
     def floor(self, result: JobResult) -> float | None:
         """What uniform attention gives for a first-token attention; ``None`` for other figures."""
         if not self.key.startswith(FIRST_TOKEN) or result.measurement is None:
             return None
+        if self.key.endswith(OVER_FLOOR):
+            return 1.0
         query_set = self.key.removeprefix(WORST_LAYER).removeprefix(FIRST_TOKEN)
         return result.measurement.get(f"{FIRST_TOKEN}_floor{query_set}")
+
+    @property
+    def over_floor(self) -> Quantity:
+        """A first-token attention as a multiple of its own run's floor."""
+        return Quantity(f"{self.key}{OVER_FLOOR}", f"{self.title}, times uniform", ".2f")
 
 
 class Comparison(NamedTuple):
@@ -137,11 +157,19 @@ class Findings:
 
     @cached_property
     def quantities(self) -> list[Quantity]:
-        """The loss, and what was measured inside any of the models, query sets too."""
+        """The loss, and what was measured inside any of the models, query sets too.
+
+        First-token attention is there as a multiple of its floor too, where runs have other floors.
+        """
         summaries = [one.measurement for one in self.results if one.measurement is not None]
         keys = dict.fromkeys(key for one in summaries for key, value in one.items() if value is not None)
-        inside = [key for key in keys if key.partition("[")[0] in _MEASURED]
-        return [_quantity(key) for key in (LOSS, *inside)]
+        inside = [_quantity(key) for key in keys if key.partition("[")[0] in _MEASURED]
+        return [_quantity(LOSS), *inside, *(one.over_floor for one in inside if len(self.floors(one)) > 1)]
+
+    def floors(self, quantity: Quantity) -> list[float]:
+        """The uniform floors of a first-token attention over the runs, ascending; none for other figures."""
+        floors = {quantity.floor(one) for one in self.results}
+        return sorted(floor for floor in floors if floor is not None)
 
     @cached_property
     def comparisons(self) -> dict[str, Comparison]:

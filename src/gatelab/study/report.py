@@ -132,12 +132,14 @@ def _lead(findings: Findings) -> str:
     else:
         parts.append("Exploratory: no contrast was declared in advance, so there are estimates and no verdicts.")
     parts.append(_estimates(findings, [one for one in findings.comparisons.values() if not one.is_judged]))
-    base = [metric.of(one) for one in findings.compared[study.baseline]]
-    average, floor = mean_over_seeds(base), run_tables.floor_of(findings, metric)
-    if average is not None and floor is not None:
+    base, over_floor = findings.compared[study.baseline], metric.over_floor
+    average, times = (mean_over_seeds([one.of(run) for run in base]) for one in (metric, over_floor))
+    if average is not None and times is not None:
+        means = {arm: mean_over_seeds([over_floor.of(run) for run in runs]) for arm, runs in findings.compared.items()}
+        highest, most = max(((arm, one.value) for arm, one in means.items() if one is not None), key=lambda one: one[1])
         parts.append(
-            f"{study.baseline}: {metric.title} {average.value:{metric.format}}, {average.value / floor[1]:.1f} times "
-            "what uniform attention gives."
+            f"{study.baseline}: {metric.title} {average.value:{metric.format}}, {times.value:.1f} times what uniform "
+            f"attention gives. Highest: {highest}, {most:.1f} times."
         )
     return "\n\n".join(part for part in parts if part)
 
@@ -179,14 +181,15 @@ def _inside(findings: Findings, curves: Sequence[RunCurve]) -> list[Section]:
 
     def of(*names: str) -> list[Quantity]:
         found: dict[tuple[float | None, ...], Quantity] = {}
-        for one in sorted(findings.quantities, key=lambda one: one.key.partition("[")[0] != names[0]):
-            if one.key.partition("[")[0] in names:  # in a model of one layer its mean over layers is its maximum
+        for one in sorted(findings.quantities, key=lambda one: one.name != names[0]):
+            if one.name in names:  # in a model of one layer its mean over layers is its maximum
                 found.setdefault(tuple(one.of(result) for result in findings.results), one)
         return list(found.values())
 
     attention = of("first_token_attention_worst_layer", "first_token_attention", "learned_sink_attention")
     hidden, gates = of("largest_activation", "mean_activation_maximum"), of("gate_mean")
     drawn = [findings.metric] if findings.metric in attention else attention[:1]
+    drawn += [one for one in attention if one in [absolute.over_floor for absolute in drawn]]
     return [
         _section(
             "First-token attention",

@@ -10,7 +10,6 @@ from gatelab.report.charts import Chart, Reference, bar_chart, dot_interval_char
 from gatelab.report.page import Figure
 from gatelab.report.tables import Column
 from gatelab.study.findings import Findings, Quantity, mean_over_seeds
-from gatelab.study.report_run_tables import floor_of
 from gatelab.study.run_curves import Row, RunCurve, bands
 
 _MOST_LINES = 7
@@ -65,8 +64,8 @@ def attention_figures(findings: Findings, curves: Sequence[RunCurve], quantities
     """First-token attention while training and after it, against its floor."""
     figures = []
     for quantity in quantities:
-        floor = floor_of(findings, quantity)
-        reference = None if floor is None else Reference("uniform attention", mean(floor))
+        floors = findings.floors(quantity)
+        reference = Reference("uniform attention", floors[0]) if len(floors) == 1 else None
         share = Column("value", "attention to the first token", ".3f")
         title = f"{quantity.title[0].upper()}{quantity.title[1:]}"
         figures += _curves(

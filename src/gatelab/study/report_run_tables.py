@@ -32,21 +32,12 @@ def inside_table(findings: Findings, quantities: Sequence[Quantity], caption: st
         for arm, runs in findings.compared.items()
         if runs
     ]
-    floors = {one.key: floor_of(findings, one) for one in quantities}
+    floors = {one.key: _range_text(findings.floors(one), one.format) for one in quantities}
     if any(floors.values()):
-        rows.append(
-            {"arm": "uniform attention", **{key: floor and _range_text(floor) for key, floor in floors.items()}}
-        )
+        rows.append({"arm": "uniform attention", **floors})
     has_widths = any(len(runs) > 1 for runs in findings.compared.values())
     widths = " Mean over seeds, with the half-width of a 95 % t interval." if has_widths else " One seed."
     return Table(columns, rows, caption + widths) if rows else None
-
-
-def floor_of(findings: Findings, quantity: Quantity) -> tuple[float, float] | None:
-    """The least and the greatest uniform floor of a first-token attention over the runs; ``None`` for other figures."""
-    floors = [quantity.floor(one) for runs in findings.compared.values() for one in runs]
-    found = [floor for floor in floors if floor is not None]
-    return (min(found), max(found)) if found else None
 
 
 def rate_table(findings: Findings) -> Table | None:
@@ -249,9 +240,9 @@ def _plus_minus(found: Estimate, format: str) -> str:
     return value if math.isnan(found.high) else f"{value} ± {found.high - found.value:{format}}"
 
 
-def _range_text(floor: tuple[float, float]) -> str:
-    low, high = (f"{one:.4f}" for one in floor)
-    return low if low == high else f"{low} to {high}"
+def _range_text(floors: Sequence[float], format: str) -> str | None:
+    """The least and the greatest of ascending values."""
+    return " to ".join(f"{one:{format}}" for one in dict.fromkeys([*floors[:1], *floors[-1:]])) or None
 
 
 def _plain(value: object) -> str:
