@@ -48,12 +48,12 @@ from gatelab.interop.tensor_files import open_tensors
 from gatelab.model.decoder import Decoder
 from gatelab.model.settings import ModelSettings
 from gatelab.train.checkpoint import (
+    complete,
     load_decoder,
     path_of_step,
     require_layout,
     save_checkpoint,
     stored_settings,
-    write_manifest,
 )
 from gatelab.train.parallel.shard_files import save_parts
 from gatelab.train.run_folder import RunFolder
@@ -211,7 +211,7 @@ def _part(folder: Path) -> Target:
 
     def read(content: bytes) -> None:
         path.write_bytes(content)
-        write_manifest(checkpoint, 3, decoder.settings, {path.name: sha256(path)})
+        complete(checkpoint, 3, decoder.settings, {path.name: sha256(path)})
         try:
             load_decoder(checkpoint)
         finally:

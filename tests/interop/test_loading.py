@@ -64,7 +64,7 @@ def test_a_checkpoint_of_training(decoder: Decoder, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"manifest.json has schema version 1, this GateLab reads 2"):
         load(folder)
     (folder / "manifest.json").write_text("{}")
-    with pytest.raises(ValueError, match=r"manifest.json is damaged; take another checkpoint of the run"):
+    with pytest.raises(ValueError, match=r"manifest.json is missing or damaged; take the checkpoint before it"):
         load(folder)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from gatelab.files import parse_json, sha256
+from gatelab.files import parse_json
 from gatelab.interop import megatron
 from gatelab.interop.families import FAMILIES, Checkpoint, read_checkpoint
 from gatelab.interop.form import MODEL_TYPE, SCHEMA_VERSION
@@ -17,11 +17,11 @@ from gatelab.interop.layouts import Layout
 from gatelab.interop.official import GATE_KEYS, choose_layout
 from gatelab.interop.tensor_files import SINGLE, TensorFiles, open_parts, open_tensors
 from gatelab.interop.tensor_names import Made, itself, our_tensors
+from gatelab.manifest import MANIFEST, read_model, verify
 from gatelab.model.decoder import Decoder
 from gatelab.model.settings import ModelSettings
 
-CONFIG, MANIFEST, MODEL = "config.json", "manifest.json", "model.json"
-CHECKPOINT_VERSION = 2
+CONFIG = "config.json"
 # Keys of the paper's code and of gates, which no stock class of an ungated family reads.
 UNREAD_BY_TRANSFORMERS = (*GATE_KEYS, "gating", "qkv_bias")
 POSSIBLE = (
@@ -57,9 +57,10 @@ def open_checkpoint(path: Path, layout: Layout | None = None) -> Checkpoint:
             return _ours(config, files, layout)
         return read_checkpoint(config, files, layout)
     if (path / MANIFEST).is_file():
-        stored = _verified_model(path)
+        verify(path)
+        layout_there, settings = read_model(path)
         files = open_tensors(path) if (path / SINGLE).is_file() else open_parts(path)
-        config = {"model_type": MODEL_TYPE, "gatelab": stored["settings"], "gate_layout": stored["gate_layout"]}
+        config = {"model_type": MODEL_TYPE, "gatelab": settings, "gate_layout": layout_there}
         return _ours(config, files, layout)
     if (path / SINGLE).is_file():
         files = open_tensors(path)
@@ -115,27 +116,3 @@ def _ours(config: Mapping[str, Any], files: TensorFiles, layout: Layout | None) 
 
 def _as_it_is(name: str) -> list[Made]:
     return [Made((name,), itself)]
-
-
-def _verified_model(path: Path) -> dict[str, Any]:
-    """What a checkpoint of our training says of its model, once its files were compared with its manifest."""
-    way_out = "take another checkpoint of the run"
-    try:
-        manifest = parse_json((path / MANIFEST).read_text(encoding="utf-8"))
-        version, checksums = manifest["schema_version"], dict(manifest["sha256"])
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path / MANIFEST} is damaged; {way_out}") from None
-    if version != CHECKPOINT_VERSION:
-        raise ValueError(f"{path / MANIFEST} has schema version {version}, this GateLab reads {CHECKPOINT_VERSION}")
-    files = {file.name: file for file in path.iterdir() if file.suffix == ".safetensors" or file.name == MODEL}
-    if files.keys() != checksums.keys():
-        name = min(files.keys() ^ checksums.keys())
-        raise ValueError(f"{path / name} is missing, or not in {MANIFEST}; {way_out}")
-    for name, file in files.items():
-        if sha256(file) != checksums[name]:
-            raise ValueError(f"{file} is damaged, or its checksum in {MANIFEST} is; {way_out}")
-    try:
-        stored = parse_json((path / MODEL).read_text(encoding="utf-8"))
-        return {key: stored[key] for key in ("gate_layout", "settings")}
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{path / MODEL} does not say what model the weights beside it are of; {way_out}") from None

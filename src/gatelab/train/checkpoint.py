@@ -1,16 +1,14 @@
 """Checkpoints that are complete or absent, and known by checksum.
 
 A checkpoint is a folder ``step_00000200`` of safetensors files, which hold weights in layout L1 by their names and what
-the optimizer keeps as ``optimizer.NAME.KEY``, beside ``model.json`` (gate layout and the model's settings) and
-``manifest.json`` with the SHA-256 of all of these. A single process writes ``model.safetensors`` and
-``optimizer.safetensors``; ranks write a file of parts each (:mod:`gatelab.train.parallel.shard_files`). Any number of
-ranks reads either. A checkpoint is written under a temporary name and renamed, so that a kill at any moment leaves the
-one before it.
+the optimizer keeps as ``optimizer.NAME.KEY``, beside :mod:`gatelab.manifest`'s two files. A single process writes
+``model.safetensors`` and ``optimizer.safetensors``; ranks write a file of parts each
+(:mod:`gatelab.train.parallel.shard_files`). Any number of ranks reads either. A checkpoint is written under a temporary
+name and renamed, so that a kill at any moment leaves the one before it.
 """
 
 from __future__ import annotations
 
-import json
 import shutil
 import warnings
 from collections.abc import Iterable, Mapping
@@ -22,7 +20,8 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from gatelab.files import atomic_path, parse_json, require_free_space, sha256, temporary_beside, write_atomically
+from gatelab.files import atomic_path, parse_json, require_free_space, sha256, temporary_beside
+from gatelab.manifest import MANIFEST, MODEL, read_model, verify, write_manifest
 from gatelab.model.decoder import Decoder
 from gatelab.model.settings import ModelSettings
 from gatelab.train.parallel.mesh import ALONE, Ranks
@@ -30,9 +29,8 @@ from gatelab.train.parallel.mesh import ALONE, Ranks
 if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-SCHEMA_VERSION = 2
 LAYOUT = "L1"
-WEIGHTS, OPTIMIZER, MODEL, MANIFEST = "model.safetensors", "optimizer.safetensors", "model.json", "manifest.json"
+WEIGHTS, OPTIMIZER = "model.safetensors", "optimizer.safetensors"
 OF_OPTIMIZER = "optimizer."
 
 
@@ -56,7 +54,8 @@ def save_state(folder: Path, step: int, settings: ModelSettings, state: Mapping[
             save_file({name: state[name].contiguous() for name in state if name not in weights}, temporary / OPTIMIZER)
         except (SafetensorError, RuntimeError) as error:
             raise OSError(f"{target} could not be written; is the disk full? {error}") from error
-        write_manifest(temporary, step, settings, {name: sha256(temporary / name) for name in (WEIGHTS, OPTIMIZER)})
+        checksums = {name: sha256(temporary / name) for name in (WEIGHTS, OPTIMIZER)}
+        complete(temporary, step, settings, checksums)
     remove_old(folder, keep)
     return target
 
@@ -73,8 +72,7 @@ def load_checkpoint(path: Path, decoder: Decoder, optimizer: torch.optim.Optimiz
     All ranks call this together. Rates and decays of the optimizer's groups stay as they are. Raises ``ValueError``
     that names the file when one is missing, damaged, or of another schema, layout or model.
     """
-    _verify(path, ranks)
-    _stored_model(path)
+    _verified_model(path, ranks)
     stored = _stored_tensors(path)
     kept = _empty_optimizer_state(path, stored, decoder)
     _fill(path, stored, _weights(decoder) | _of_optimizer(kept), ranks)
@@ -86,8 +84,7 @@ def load_checkpoint(path: Path, decoder: Decoder, optimizer: torch.optim.Optimiz
 
 def load_decoder(path: Path) -> Decoder:
     """The decoder of a checkpoint in one piece, float32 and in eval mode; errors as for :func:`load_checkpoint`."""
-    _verify(path)
-    decoder = Decoder(_stored_model(path))
+    decoder = Decoder(_verified_model(path))
     stored = {name: one for name, one in _stored_tensors(path).items() if not name.startswith(OF_OPTIMIZER)}
     _fill(path, stored, _weights(decoder), ALONE)
     return decoder.eval()
@@ -113,11 +110,9 @@ def require_room(folder: Path, state: Mapping[str, Tensor]) -> None:
     require_free_space(folder, sum(value.numel() * value.element_size() for value in state.values()), "a checkpoint")
 
 
-def write_manifest(folder: Path, step: int, settings: ModelSettings, checksums: Mapping[str, str]) -> None:
-    """Complete a checkpoint whose tensors are written: the model's settings, and every file's checksum."""
-    write_atomically(folder / MODEL, _model_text(settings))
-    checksums = {MODEL: sha256(folder / MODEL), **checksums}
-    write_atomically(folder / MANIFEST, _manifest(step, checksums))
+def complete(folder: Path, step: int, settings: ModelSettings, checksums: Mapping[str, str]) -> None:
+    """Write of what model a checkpoint is, and the manifest, beside its tensors."""
+    write_manifest(folder, step, LAYOUT, settings.model_dump(mode="json"), checksums)
 
 
 def remove_old(folder: Path, keep: int) -> None:
@@ -181,57 +176,17 @@ def _metadata(path: Path) -> dict[str, str]:
         raise ValueError(f"{path} is no readable safetensors file: {error}") from None
 
 
-def _model_text(settings: ModelSettings) -> str:
-    return json.dumps({"gate_layout": LAYOUT, "settings": settings.model_dump(mode="json")}, indent=1) + "\n"
-
-
-def _stored_model(path: Path) -> ModelSettings:
-    file = path / MODEL
-    try:
-        stored = parse_json(file.read_text(encoding="utf-8"))
-        layout, settings = stored["gate_layout"], stored["settings"]
-    except (ValueError, KeyError, TypeError):
-        raise ValueError(f"{file} does not say what model the weights beside it are of") from None
-    _require_ours(file, layout)
+def _verified_model(path: Path, ranks: Ranks = ALONE) -> ModelSettings:
+    """The settings of the model of a checkpoint, whose every byte is compared with what was written, by all ranks."""
+    step = verify(path, ranks.number, ranks.size)
+    if step != step_of(path):
+        raise ValueError(
+            f"{path / MANIFEST} is damaged or of another folder: it says step {step}; call the folder after its step "
+            f"again, or take the checkpoint before it, as a run does once {path} is deleted"
+        )
+    layout, settings = read_model(path)
+    _require_ours(path / MODEL, layout)
     return ModelSettings.parse(settings)
-
-
-def _manifest(step: int, checksums: Mapping[str, str]) -> str:
-    return json.dumps({"schema_version": SCHEMA_VERSION, "step": step, "sha256": dict(checksums)}, indent=1) + "\n"
-
-
-def _verify(path: Path, ranks: Ranks = ALONE) -> None:
-    """Compare every byte of a checkpoint with what was written; ranks share the files out among them.
-
-    Raises ``ValueError`` that names the file: the manifest by its text, the others by their checksums.
-    """
-    way_out = f"delete {path} to continue from the checkpoint before it"
-    checksums = _listed(path, way_out)
-    files = {file.name for file in path.iterdir() if file.suffix == ".safetensors"} | {MODEL}
-    for name in sorted(checksums.keys() | files):
-        if name not in checksums:
-            raise ValueError(f"{path / MANIFEST} does not list {path / name}, or is damaged; {way_out}")
-        if not (path / name).is_file() or name not in files:
-            raise ValueError(f"{path / name} is missing, and {MANIFEST} lists it; {way_out}")
-    for number, name in enumerate(checksums):
-        if number % ranks.size == ranks.number and sha256(path / name) != checksums[name]:
-            raise ValueError(f"{path / name} is damaged, or its checksum in {MANIFEST} is; {way_out}")
-
-
-def _listed(path: Path, way_out: str) -> dict[str, str]:
-    """Checksums by file name, as the manifest has them."""
-    file = path / MANIFEST
-    try:
-        text = file.read_bytes().decode()
-        manifest = parse_json(text)
-        version, checksums = manifest["schema_version"], dict(manifest["sha256"])
-    except (OSError, ValueError, KeyError, TypeError):
-        raise ValueError(f"{file} is missing or damaged; {way_out}") from None
-    if version != SCHEMA_VERSION:
-        raise ValueError(f"{file} has schema version {version}, this GateLab reads {SCHEMA_VERSION}")
-    if text != _manifest(step_of(path), checksums):
-        raise ValueError(f"{file} is missing or damaged; {way_out}")
-    return checksums
 
 
 def _stored_tensors(path: Path) -> dict[str, TensorStorageMetadata]:

@@ -14,13 +14,13 @@ from gatelab.files import publish, temporary_beside
 from gatelab.model.decoder import Decoder
 from gatelab.model.settings import ModelSettings
 from gatelab.train.checkpoint import (
+    complete,
     path_of_step,
     remove_old,
     require_room,
     save_state,
     step_of,
     training_state,
-    write_manifest,
 )
 from gatelab.train.parallel.mesh import Ranks
 from gatelab.train.parallel.shard_files import save_parts, start_saving_parts
@@ -79,6 +79,6 @@ class CheckpointSaver:
             self._thread.shutdown()
 
     def _complete(self, temporary: Path, target: Path, model: ModelSettings, checksums: dict[str, str]) -> None:
-        write_manifest(temporary, step_of(target), model, checksums)
+        complete(temporary, step_of(target), model, checksums)
         publish(temporary, target)
         remove_old(self._folder, self._settings.keep)
