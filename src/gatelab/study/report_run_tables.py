@@ -92,7 +92,7 @@ def stability_table(findings: Findings, curves: Sequence[RunCurve]) -> Table | N
     rows = []
     for arm in findings.study.arms:
         of_arm = [one for one in findings.results if one.arm == arm.name]
-        spikes = [one.loss_spikes for one in curves if one.arm == arm.name]
+        spikes = [one.loss_spikes for one in curves if one.arm == arm.name and one.loss_spikes is not None]
         if not of_arm:
             continue
         diverged = [one for one in of_arm if one.diverged_at is not None]
@@ -184,8 +184,9 @@ def runs_table(findings: Findings, curves: Sequence[RunCurve]) -> Table:
         else:
             shown = {"loss": one.heldout_loss, "metric": metric.of(one)}
             row |= {key: Linked(value, result) for key, value in shown.items() if value is not None}
-        if one.purpose == "comparison" and (one.arm, one.seed) in spikes:
-            row["spikes"] = Linked(spikes[one.arm, one.seed], f"{one.folder}/metrics.jsonl")
+        counted = spikes.get((one.arm, one.seed))
+        if one.purpose == "comparison" and counted is not None:
+            row["spikes"] = Linked(counted, f"{one.folder}/metrics.jsonl")
         rows.append(row)
     columns = [
         _ARM,

@@ -9,7 +9,7 @@ from statistics import mean, median
 from typing import Any, NamedTuple
 
 from gatelab.study.jobs import Job
-from gatelab.train.metrics import count_spikes, read_metrics
+from gatelab.train.metrics import SPIKE_FIRST_STEP, count_spikes, read_metrics
 from gatelab.train.run_folder import RunFolder
 
 Row = dict[str, Any]
@@ -17,15 +17,15 @@ _MOST_POINTS = 80
 
 
 class RunCurve(NamedTuple):
-    """One run: medians of the training loss in up to 80 equal parts of it, what was evaluated and measured, spikes, and
-    the events: steps that were not finite and were passed over."""
+    """One run: medians of the training loss in up to 80 equal parts of it, what was evaluated and measured, spikes
+    (``None`` for a run too short to count any), and the events: steps that were not finite and were passed over."""
 
     arm: str
     seed: int
     training: list[Row]
     evaluations: list[Row]
     measurements: list[Row]
-    loss_spikes: int
+    loss_spikes: int | None
     events: list[Row]
 
 
@@ -38,13 +38,14 @@ def read_curve(job: Job, study_folder: Path) -> RunCurve:
     )
     domain = evaluations[0].get("domain") if evaluations else None
     spikes = _spikes(steps) if result is None else result["loss_spikes"]
+    is_countable = job.settings.train.steps > SPIKE_FIRST_STEP
     return RunCurve(
         job.arm,
         job.seed,
         _thinned(steps, job.settings.train.steps),
         [row for row in evaluations if row.get("domain") == domain],
         measurements,
-        spikes,
+        spikes if is_countable else None,
         events,
     )
 
