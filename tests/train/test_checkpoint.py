@@ -224,7 +224,10 @@ class TestSaving:
         assert [path.name for path in checkpoints(tmp_path)] == ["step_00000015", "step_00000020"]
         assert len(list(tmp_path.iterdir())) == 2
 
-    @pytest.mark.parametrize("writer", ["save_file", "sha256", "write_manifest"])
+    @pytest.mark.parametrize(
+        "writer",
+        ["train.checkpoint.save_file", "train.checkpoint.sha256", "manifest.write_atomically", "manifest.sha256"],
+    )
     def test_an_interrupted_save_leaves_the_one_before(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, writer: str
     ) -> None:
@@ -235,7 +238,7 @@ class TestSaving:
             raise KeyboardInterrupt
 
         with monkeypatch.context() as patch:
-            patch.setattr(f"gatelab.train.checkpoint.{writer}", interrupt)
+            patch.setattr(f"gatelab.{writer}", interrupt)
             with pytest.raises(KeyboardInterrupt):
                 save_checkpoint(tmp_path, 2, *second, keep=1)
         assert list(tmp_path.iterdir()) == [path], "nothing half-written"
