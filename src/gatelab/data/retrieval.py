@@ -1,7 +1,9 @@
 """Made-up retrieval tasks that a model of a few million parameters can learn: needles, variables, common words.
 
-The ideas are RULER's (arXiv 2404.06654), the words few: 64 nouns, 32 adjectives, three-digit numbers, eight sentences
-of noise. A task is a pure function of kind, seed, split, index and size: training never meets one that is held out.
+The ideas are RULER's (arXiv 2404.06654), the words few: 64 nouns, two-digit numbers, eight sentences of noise. A task
+is a pure function of kind, seed, split, index and size: training never meets one that is held out. What lets a few
+million tokens teach it (experiments/LOG.md): a value right behind its key, documents from one key on, every key asked
+for again, and lists whose parts are repeated, which teach to look behind an earlier occurrence.
 """
 
 from __future__ import annotations
@@ -14,10 +16,13 @@ from gatelab.data.text_files import Document
 
 RetrievalKind = Literal["single", "multi_key", "multi_value", "multi_query", "variables", "common_words"]
 KINDS: tuple[RetrievalKind, ...] = get_args(RetrievalKind)
-VERSION = 2
-NUM_FURTHER = 16
+VERSION = 3
+NUM_KEYS = 8  # of multi_key
 NUM_ASKED = 3  # values of one key, keys asked for, names in a chain, common words
-SHORTEST_CHARACTERS = 400
+NUM_ROUNDS = 2  # how often a training document repeats all it has told
+MOST_LISTED = 32
+LONGEST_PART = 8
+SHORTEST_CHARACTERS = 80
 
 _NOUNS = """
 apple arrow badge basket bell boat bottle bridge brush bucket button candle carpet castle chain clock cloud coat
@@ -25,12 +30,7 @@ corn desk dish door drum engine feather fence flag flute forest glove hammer hil
 ladder lamp lemon letter market mirror mountain needle oven paper pencil piano pillow pocket river rope saddle sail
 shovel spoon table tent tower train wagon whistle window
 """
-_ADJECTIVES = """
-big blue bold brave bright calm clean cold dark deep dry early fair fast flat green heavy high late light long loud
-new old quiet red round sharp small soft warm white
-"""
 NOUNS: list[str] = list(_NOUNS.split())
-ADJECTIVES: list[str] = list(_ADJECTIVES.split())
 NOISE: tuple[str, ...] = (
     "The sky is blue.",
     "The grass is green.",
@@ -46,8 +46,8 @@ NOISE: tuple[str, ...] = (
 class Retrieval(NamedTuple):
     """``question`` is the whole text with what is asked; ``answer_prefix`` begins the answer.
 
-    ``further`` has more questions about the same text with their answers, for training: one answer in hundreds of
-    tokens is too little to learn from.
+    ``further`` repeats all keys with their values, for training: one answer in hundreds of tokens is too little to
+    learn from.
     """
 
     question: str
@@ -69,26 +69,48 @@ def retrieval_task(kind: RetrievalKind, seed: int, index: int, size: int, split:
     if kind == "variables":
         return _variables(source, size) if size >= 2 * NUM_ASKED else None
     if kind == "multi_key":
-        return _among_keys(source, size) if 0 < size < len(NOUNS) * len(ADJECTIVES) else None
+        return _among_keys(source, size) if size > 0 else None
     return _among_noise(source, kind, size) if size >= NUM_ASKED else None
 
 
 def retrieval_documents(seed: int, longest: int) -> Iterator[Document]:
-    """Documents to train on, without end: the kinds in turn, sizes spread evenly in the logarithm of their characters,
-    from 400 to ``longest``."""
+    """Documents to train on, without end: of eight, five are lists repeated in parts, two ``multi_key``, and one of the
+    kinds in turn. Tasks have 80 to ``longest`` characters, in every doubling of which there are as many bytes; those of a
+    kind whose shortest is longer are that short."""
     index = 0
     while True:
-        kind = KINDS[index % len(KINDS)]
-        wanted = SHORTEST_CHARACTERS * (longest / SHORTEST_CHARACTERS) ** random.Random(f"{seed}/{index}").random()
-        yield Document(f"retrieval {index}", _of_characters(kind, seed, index, int(wanted)))
+        source = random.Random(f"{seed}/{index}")
+        turn, place = divmod(index, 8)
+        if place < 5:
+            text = _repeated_list(source)
+        else:
+            kind = "multi_key" if place < 7 else KINDS[turn % len(KINDS)]
+            wanted = SHORTEST_CHARACTERS / (1 - source.random() * (1 - SHORTEST_CHARACTERS / longest))
+            text = _of_characters(kind, seed, index, int(wanted))
+        yield Document(f"retrieval {index}", text)
         index += 1
+
+
+def _repeated_list(source: random.Random) -> str:
+    """Different nouns, then twice all of them in parts of up to eight, in any order."""
+    words = source.sample(NOUNS, int(2 * (MOST_LISTED / 2) ** source.random()))
+    told = [f"{' '.join(words)}."]
+    for _ in range(NUM_ROUNDS):
+        parts: list[list[str]] = []
+        start = 0
+        while start < len(words):
+            parts.append(words[start : start + source.randint(2, LONGEST_PART)])
+            start += len(parts[-1])
+        source.shuffle(parts)
+        told += [f"{' '.join(part)}." for part in parts]
+    return " ".join(told)
 
 
 def _of_characters(kind: RetrievalKind, seed: int, index: int, wanted: int) -> str:
     """The longest document of at most so many characters, or the shortest that there is."""
-    least = 8 * NUM_ASKED if kind == "common_words" else 2 * NUM_ASKED
+    least = {"multi_key": 1, "variables": 2 * NUM_ASKED, "common_words": 8 * NUM_ASKED}.get(kind, NUM_ASKED)
     first = _document(kind, seed, index, least)
-    per_size = max(1, (len(_document(kind, seed, index, 2 * least)) - len(first)) // least)
+    per_size = max(1, (len(_document(kind, seed, index, least + 64)) - len(first)) // 64)
     size = least + max(0, wanted - len(first)) // per_size
     while size > least and len(_document(kind, seed, index, size)) > wanted:
         size -= 1
@@ -106,39 +128,34 @@ def _among_noise(source: random.Random, kind: RetrievalKind, size: int) -> Retri
     num_keys = NUM_ASKED if kind == "multi_query" else 1
     num_values = NUM_ASKED if kind == "multi_value" else 1
     keys = source.sample(NOUNS, num_keys)
-    values = [str(value) for value in source.sample(range(100, 1000), num_keys * num_values)]
-    needles = [f"The code of {keys[number // num_values]} is {value}." for number, value in enumerate(values)]
-    order = list(range(len(needles)))
+    values = [str(value) for value in source.sample(range(10, 100), num_keys * num_values)]
+    told = [f"{keys[number // num_values]} {value}." for number, value in enumerate(values)]
+    order = list(range(len(told)))
     if kind == "multi_query":
         source.shuffle(order)
-    context = _scattered(source, [needles[number] for number in order], size)
-    asked = keys[0] if num_keys == 1 else f"{', '.join(keys[:-1])}, and {keys[-1]}"
+    context = _scattered(source, [told[number] for number in order], size)
     if len(values) == 1:
-        return Retrieval(f"{context} What is the code of {asked}?", f" The code of {asked} is", values)
-    return Retrieval(f"{context} What are the codes of {asked}?", f" The codes of {asked} are", values)
+        return Retrieval(context, f" {keys[0]}", values, f" {told[0]}" * NUM_ROUNDS)
+    return Retrieval(f"{context} Codes {' '.join(keys)}?", " Codes:", values)
 
 
 def _among_keys(source: random.Random, size: int) -> Retrieval:
-    """One key among others, each with a value of its own; up to 16 of those are asked for in training."""
-    pairs = source.sample(range(len(NOUNS) * len(ADJECTIVES)), size + 1)
-    keys = [f"{ADJECTIVES[pair % len(ADJECTIVES)]} {NOUNS[pair // len(ADJECTIVES)]}" for pair in pairs]
-    value = source.randint(100, 999)
-    others = [number for number in range(100, 1000) if number != value]
-    values = [value, *source.choices(others, k=size)]
-    needles = [f"The code of {key} is {number}." for key, number in zip(keys, values, strict=True)]
-    source.shuffle(needles)
-    further = "".join(
-        f" What is the code of {key}? The code of {key} is {number}."
-        for key, number in zip(keys[1 : 1 + NUM_FURTHER], values[1:], strict=False)
-    )
-    question = f"{' '.join(needles)} What is the code of {keys[0]}?"
-    return Retrieval(question, f" The code of {keys[0]} is", [str(value)], further)
+    """One key among up to eight, each with a value of its own, in ``size`` sentences with those of noise."""
+    num_keys = min(NUM_KEYS, size)
+    keys = source.sample(NOUNS, num_keys)
+    values = [str(value) for value in source.sample(range(10, 100), num_keys)]
+    told = [f"{key} {value}." for key, value in zip(keys, values, strict=True)]
+    further = told[1:]
+    for _ in range(NUM_ROUNDS - 1):
+        further += source.sample(told, num_keys)
+    context = _scattered(source, source.sample(told, num_keys), size - num_keys)
+    return Retrieval(context, f" {keys[0]}", values[:1], "".join(f" {sentence}" for sentence in further))
 
 
 def _variables(source: random.Random, size: int) -> Retrieval:
     """Names that take their value from one another, and a second chain that does not matter."""
     names = source.sample(NOUNS, 2 * NUM_ASKED)
-    values = source.sample(range(100, 1000), 2)
+    values = source.sample(range(10, 100), 2)
     chains = [names[:NUM_ASKED], names[NUM_ASKED:]]
     statements = [
         [f"Let {first} be {given}." for first, given in zip(chain, [value, *chain[:-1]], strict=True)]

@@ -104,10 +104,11 @@ def test_an_input_is_one_bos_and_the_sample(
 ) -> None:
     result = ask(texts, tmp_path / "out")
     samples = [sample for cell in result.cells for sample in cell.asked.samples]
+    generated = [4] * 5 + [24] * 5
     assert answers.inputs == [[0, *opened.tokenizer.encode(sample.input)] for sample in samples]
-    for ids, sample in zip(answers.inputs, samples, strict=True):
-        assert len(ids) - 1 + 32 == sample.length <= LENGTH
-    assert answers.calls == [(2, 32), (2, 32), (1, 32)] * 2
+    for ids, sample, more in zip(answers.inputs, samples, generated, strict=True):
+        assert len(ids) - 1 + more == sample.length <= LENGTH
+    assert answers.calls == [(2, 4), (2, 4), (1, 4), (2, 24), (2, 24), (1, 24)]
     assert [cell.score.mean for cell in result.cells] == [60.0, 60.0]
     assert [cell.score.empty for cell in result.cells] == [2, 2]
     assert (result.context["stop_ids"], result.context["bos"]) == ([0], "<s>")
@@ -123,9 +124,9 @@ def test_what_a_model_really_generates_is_kept(opened: OpenedModel, texts: Texts
     model: Any = opened.model
     ids = [0, *opened.tokenizer.encode(cell.asked.samples[0].input)]
     with torch.no_grad():
-        for _ in range(32):
+        for _ in range(4):
             ids.append(int(model(torch.tensor([ids]))[0, -1].argmax()))
-    assert cell.record.predictions[0].text == opened.tokenizer.decode(ids[-32:])
+    assert cell.record.predictions[0].text == opened.tokenizer.decode(ids[-4:])
 
 
 @pytest.mark.parametrize("stop_after", [0, 1, 2, 4])

@@ -11,7 +11,14 @@ from gatelab.data.retrieval import RetrievalKind, retrieval_task
 from gatelab.evaluate.ruler.fitting import Draft, NoDraft, SampleBuilder
 from gatelab.evaluate.ruler.prompts import Prompt
 
-MINI_GENERATED = 32
+MINI_GENERATED: dict[RetrievalKind, int] = {
+    "single": 4,
+    "multi_key": 4,
+    "multi_value": 24,
+    "multi_query": 24,
+    "variables": 24,
+    "common_words": 24,
+}
 MINIMUM_LENGTHS: dict[RetrievalKind, int] = {
     "single": 128,
     "multi_key": 128,
@@ -29,7 +36,7 @@ class MiniBuilder(SampleBuilder):
         self._kind: RetrievalKind = kind
         self._prompt, self._seed = prompt, seed
         self.step = 24 if kind == "common_words" else 6
-        self.overhead = MINI_GENERATED
+        self.overhead = MINI_GENERATED[kind]
 
     def draft(self, index: int, size: int) -> Draft:
         task = retrieval_task(self._kind, self._seed, index, size)

@@ -188,7 +188,7 @@ RULER_TASKS: dict[str, Task] = {
     )
 }
 MINI_TASKS: dict[str, Task] = {
-    f"mini_{kind}": Task(f"mini_{kind}", MINI_GENERATED, _mini(kind), minimum_length=length)
+    f"mini_{kind}": Task(f"mini_{kind}", MINI_GENERATED[kind], _mini(kind), minimum_length=length)
     for kind, length in MINIMUM_LENGTHS.items()
 }
 ALL_TASKS = RULER_TASKS | MINI_TASKS
