@@ -75,8 +75,8 @@ def retrieval_task(kind: RetrievalKind, seed: int, index: int, size: int, split:
 
 def retrieval_documents(seed: int, longest: int) -> Iterator[Document]:
     """Documents to train on, without end: of eight, five are lists repeated in parts, two ``multi_key``, and one of the
-    kinds in turn. Tasks have 80 to ``longest`` characters, in every doubling of which there are as many bytes; those of a
-    kind whose shortest is longer are that short."""
+    kinds in turn. Tasks have 80 to ``longest`` characters, in every doubling of which there are as many bytes; those
+    of a kind whose shortest is longer are that short."""
     index = 0
     while True:
         source = random.Random(f"{seed}/{index}")
