@@ -1,43 +1,145 @@
-"""Pruning curves of several models on one text: ``python benchmarks/pruning.py OUT MODEL [MODEL...]``.
+"""Do gate scores say which keys can go? The long-context study's decoders, pruned in every way that they allow.
 
-Writes one folder a model, as ``gatelab prune`` does, with all presses that the model has the gates for.
+    python benchmarks/pruning.py [RUNS] [--stage extended] [--context 768] [--continuation 256] [--samples 8]
+        [--ruler-length 512] [--ruler-samples 8] [--cache ~/.cache/gatelab] [--out docs/results/pruning]
+
+RUNS is the folder of ``benchmarks/long_context_study.py``; every arm and seed whose stage is there is judged, as
+``gatelab prune`` does it, on held-out addresses and on mini tasks. Kept once judged, in RUNS. Writes ``samples.csv``,
+every sample of every model; ``summary.json``, for each arm the mean over seeds with its 95 % t interval, and the paired
+difference of each press from ``random`` and of each that reads gates from the same without; and a page.
 """
 
 from __future__ import annotations
 
-import shlex
-import sys
+import argparse
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from statistics import fmean
+from typing import Any
 
-from gatelab.data.settings import CorpusSettings
+import numpy as np
+import torch
+from long_context_study import ARMS, Job, settings_of
+from pruning_page import pruning_page, table_of
+from rich.console import Console
+
 from gatelab.evaluate.models import open_model
+from gatelab.files import write_atomically
 from gatelab.gates.gate import Gate
 from gatelab.longcontext.kv_pruning.judge import DEFAULT_PRESSES, judge
-from gatelab.longcontext.kv_pruning.report import write_pruning
+from gatelab.longcontext.kv_pruning.report import ABLATIONS
 from gatelab.longcontext.kv_pruning.trial import Trial
+from gatelab.report.folder import to_csv
+from gatelab.report.page import write_page
+from gatelab.report.tables import to_terminal
+from gatelab.study.statistics import t_interval
 
-CACHE = Path("~/.cache/gatelab").expanduser()
 GATED = ("gated_attention", "self_gate", "h2o@heads", "h2o@layers", "h2o@both", "gated_attention@heads")
+COLUMNS = ("arm", "seed", "press", "use", "budget", "metric", "sample", "value")
+Row = dict[str, Any]
 
 
 def presses_for(name: str) -> tuple[str, ...]:
-    """Presses that the model's gates allow; those of models of transformers count as ungated here."""
+    """All presses, without those that need a gate on the SDPA output where there is none."""
     gates = [module for module in open_model(name).model.modules() if isinstance(module, Gate)]
-    positions = {gate.spec.position for gate in gates if gate.spec.operation == "multiply"}
     found = (*DEFAULT_PRESSES.split(","), "oracle")
-    if "value" in positions:
-        found += ("value_gate",)
-    return found + GATED if "sdpa_output" in positions else found
+    return found + GATED if gates else found
 
 
-def main(out: str, *names: str) -> None:
-    """Judge every model in turn."""
-    for name in names:
-        trial = Trial(CorpusSettings.parse({}), CACHE, presses_for(name), context=384, continuation=128, samples=16)
-        verdict = judge(name, trial, print)
-        command = shlex.join(["python", "benchmarks/pruning.py", out, *names])
-        print(write_pruning(Path(out) / Path(name).name, verdict, command))
+def judged(folder: Path, arm: str, seed: int, given: argparse.Namespace) -> list[Row]:
+    """Every sample's figures of one model, and the unpruned model's as the press ``none``."""
+    kept = folder.parent / f"pruning_{given.stage}.json"
+    if kept.exists():
+        found = json.loads(kept.read_text(encoding="utf-8"))
+        if found["settings"] == settings_in(given):
+            return found["rows"]
+    text = settings_of(Job(arm, seed, 10**6, 0, 0, Path(), given.cache)).data.train
+    sizes = {name: getattr(given, name) for name in ("context", "continuation", "samples", "ruler_length")}
+    trial = Trial(text, given.cache, presses_for(str(folder)), ruler_samples=given.ruler_samples, **sizes)
+    verdict = judge(str(folder), trial)
+    of = {"arm": arm, "seed": seed}
+    unpruned = {"loss": verdict.losses, "mini_ruler": verdict.found}
+    whole = {"press": "none", "use": "prefill", "budget": 1.0}
+    rows = [
+        {**of, **whole, "metric": metric, "sample": sample, "value": value}
+        for metric, values in unpruned.items()
+        for sample, value in enumerate(values)
+    ]
+    for score in verdict.scores:
+        figure = score._asdict() | {"press": score.arm.label}
+        rows.append(of | {name: figure[name] for name in COLUMNS if name not in of})
+    write_atomically(kept, json.dumps({"settings": settings_in(given), "rows": rows}) + "\n")
+    return rows
+
+
+def settings_in(given: argparse.Namespace) -> Row:
+    """What decides the figures beside the models."""
+    return {name: value for name, value in vars(given).items() if name not in ("runs", "cache", "out")}
+
+
+def summarised(rows: Sequence[Row]) -> Iterator[Row]:
+    """Means over seeds with intervals, for each arm, press, use, budget and metric; paired differences beside them."""
+    samples: dict[tuple[Any, ...], dict[int, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        key = (row["arm"], row["press"], row["use"], row["budget"], row["metric"])
+        samples[key][row["seed"]].append(row["value"])
+    means = {key: {seed: fmean(values) for seed, values in sorted(of.items())} for key, of in samples.items()}
+    for key, of_seeds in means.items():
+        arm, press, use, budget, metric = key
+        row = dict(zip(("arm", "press", "use", "budget", "metric"), key, strict=True)) | interval(
+            list(of_seeds.values())
+        )
+        for name, other in (("less_random", "random"), ("less_same_without_gates", without_gates(press))):
+            base = means.get((arm, other, use, budget, metric))
+            if base is not None and other != press:
+                differences = [of_seeds[seed] - base[seed] for seed in of_seeds if seed in base]
+                row[name] = {"press": other, **interval(differences)}
+        yield row
+
+
+def without_gates(press: str) -> str:
+    """The press that is the same but for its gates: its ablation, or even shares for heads and layers."""
+    name, _, allocation = press.partition("@")
+    return name if allocation else dict(ABLATIONS).get(name, name)
+
+
+def interval(values: Sequence[float]) -> Row:
+    """Mean and 95 % t interval over seeds; no interval from one."""
+    if len(values) < 2:
+        return {"mean": fmean(values), "seeds": len(values)}
+    found = t_interval(np.array(values))
+    return {"mean": found.value, "low": found.low, "high": found.high, "seeds": len(values)}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("runs", type=Path, nargs="?", default=Path("runs/long_context"))
+    parser.add_argument("--stage", default="extended")
+    for name, default in (("context", 768), ("continuation", 256), ("samples", 8)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--ruler-length", type=int, default=512)
+    parser.add_argument("--ruler-samples", type=int, default=8)
+    parser.add_argument("--cache", type=Path, default=Path("~/.cache/gatelab").expanduser())
+    parser.add_argument("--out", type=Path, default=Path("docs/results/pruning"))
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    console, rows = Console(), []
+    for arm in ARMS:
+        for seed, folder in enumerate(sorted((given.runs / arm).glob(f"seed_*/{given.stage}"))):
+            console.print(f"{arm}, seed {seed}", markup=False)
+            rows += judged(folder, arm, seed, given)
+    summary = list(summarised(rows))
+    given.out.mkdir(parents=True, exist_ok=True)
+    write_atomically(given.out / "samples.csv", to_csv(COLUMNS, rows))
+    write_atomically(
+        given.out / "summary.json", json.dumps({"settings": settings_in(given), "rows": summary}, indent=1) + "\n"
+    )
+    for arm in ARMS:
+        console.print(to_terminal(table_of(summary, arm, "prefill")))
+    write_page(pruning_page(summary, settings_in(given)), given.out / "report.html")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -1,0 +1,117 @@
+"""The results of ``benchmarks/pruning.py`` as tables and one page of charts.
+
+Means over seeds with 95 % t intervals of the seeds; exploratory, so none is a verdict.
+"""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+from gatelab.longcontext.kv_pruning.report import USES
+from gatelab.report.charts import Reference, line_chart
+from gatelab.report.page import Figure, Page, Section
+from gatelab.report.tables import Column, Table
+
+Row = dict[str, Any]
+METRICS = {"loss_difference": "loss over the unpruned model's", "kl": "KL from the unpruned model"}
+
+
+def table_of(summary: Sequence[Row], arm: str, use: str) -> Table:
+    """Loss over the unpruned model's of one arm, a row for each press, a column for each budget."""
+    rows = [row for row in summary if (row["arm"], row["use"], row["metric"]) == (arm, use, "loss_difference")]
+    budgets = sorted({row["budget"] for row in rows}, reverse=True)
+    cells: dict[str, Row] = {}
+    for row in rows:
+        cells.setdefault(row["press"], {"press": row["press"]})[f"{row['budget']:g}"] = with_interval(row, "+.3f")
+    columns = [Column("press", "press"), *(Column(f"{one:g}", f"at {one:.0%}", align="right") for one in budgets)]
+    return Table(columns, list(cells.values()), f"{arm}, {use}: loss over the unpruned model's, nats a token.")
+
+
+def differences_table(summary: Sequence[Row], key: str, caption: str) -> Table:
+    """Paired differences in loss, a row for each arm, use and press."""
+    rows = [row for row in summary if row["metric"] == "loss_difference" and key in row]
+    budgets = sorted({row["budget"] for row in rows}, reverse=True)
+    cells: dict[tuple[str, str, str], Row] = {}
+    for row in rows:
+        of = {"arm": row["arm"], "use": row["use"], "pair": f"{row['press']} - {row[key]['press']}"}
+        cells.setdefault(tuple(of.values()), of)[f"{row['budget']:g}"] = with_interval(row[key], "+.3f")
+    columns = [Column("arm", "arm"), Column("use", "use"), Column("pair", "difference")]
+    columns += [Column(f"{one:g}", f"at {one:.0%}", align="right") for one in budgets]
+    return Table(columns, list(cells.values()), caption)
+
+
+def answers_table(summary: Sequence[Row]) -> Table:
+    """References found in the mini tasks, in percent."""
+    rows = [row for row in summary if row["metric"] == "mini_ruler"]
+    budgets = sorted({row["budget"] for row in rows}, reverse=True)
+    cells: dict[tuple[str, str], Row] = {}
+    for row in rows:
+        of = {"arm": row["arm"], "press": row["press"]}
+        cells.setdefault(tuple(of.values()), of)[f"{row['budget']:g}"] = with_interval(row, ".0f")
+    columns = [Column("arm", "arm"), Column("press", "press")]
+    columns += [Column(f"{one:g}", f"at {one:.0%}", align="right") for one in budgets]
+    caption = "References found, percent, all six mini tasks (not RULER) together; `none` is the unpruned model."
+    return Table(columns, list(cells.values()), caption)
+
+
+def with_interval(found: Row, spec: str) -> str:
+    """A mean, with its interval where there is one."""
+    return f"{found['mean']:{spec}}" + (f" [{found['low']:{spec}}, {found['high']:{spec}}]" if "low" in found else "")
+
+
+def pruning_page(summary: Sequence[Row], settings: Row) -> Page:
+    """The report, every figure from ``summary.json``."""
+    arms = list(dict.fromkeys(row["arm"] for row in summary))
+    seeds = max(row["seeds"] for row in summary)
+    words = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
+    lead = (
+        f"Decoders of the long-context study, {seeds} seeds an arm: a context of {settings['context']} tokens is cut "
+        f"to a share of its keys, and {settings['continuation']} further ones are judged by it, {settings['samples']} "
+        "held-out texts a decoder. Do gates say which keys can go? Figures: summary.json, samples.csv."
+    )
+    return Page(
+        title="Pruning the cache by gates",
+        lead=lead,
+        command=shlex.join(["python", "benchmarks/pruning.py", *words]),
+        sections=[
+            Section(
+                "What gates add",
+                __doc__ or "",
+                [
+                    differences_table(
+                        summary,
+                        "less_same_without_gates",
+                        "Loss of each way that reads gates less the same without; below 0 the gates help.",
+                    )
+                ],
+            ),
+            *(Section(use.capitalize(), text, _of_use(summary, arms, use)) for use, text in USES.items()),
+            Section("Mini tasks", "The question is in the prompt before the cut.", [answers_table(summary)]),
+            Section(
+                "Against chance",
+                "",
+                [differences_table(summary, "less_random", "Loss of each press less that of `random`.")],
+            ),
+        ],
+    )
+
+
+def _of_use(summary: Sequence[Row], arms: Sequence[str], use: str) -> list[Table | Figure]:
+    found: list[Table | Figure] = []
+    for arm in arms:
+        found.append(table_of(summary, arm, use))
+        for metric, title in METRICS.items():
+            drawn = [row for row in summary if (row["arm"], row["use"], row["metric"]) == (arm, use, metric)]
+            chart = line_chart(
+                drawn,
+                Column("budget", "keys kept", ".0%"),
+                Column("mean", title, ".4f", "nats"),
+                Column("press", "press", names=list(dict.fromkeys(row["press"] for row in drawn))),
+                f"{arm}: {title}, {use}",
+                log_x=True,
+                reference=Reference("unpruned", 0.0),
+            )
+            found.append(Figure(chart, USES[use], "Mean over the continuation's predictions, samples and seeds.", arm))
+    return found
