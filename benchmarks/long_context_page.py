@@ -142,7 +142,7 @@ def long_context_page(rows: Sequence[Stage], command: str) -> Page:
     """The report, every figure from ``stages.json``."""
     seeds = len({row["seed"] for row in rows})
     lead = (
-        f"Ungated, headwise and elementwise decoders of 0.7 million parameters, matched, {seeds} seeds: trained at 512 "
+        f"Ungated, headwise and elementwise decoders of 2.9 million parameters, matched, {seeds} seeds: trained at 512 "
         "tokens on a quarter text, three quarters retrieval tasks; trained on at 2,048 with rotary base 1e6; stretched "
         "to 8,192 by YaRN without training. What each stage brings, and what it leaves of sinks and gates. Figures: "
         "stages.json."

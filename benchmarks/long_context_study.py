@@ -1,6 +1,6 @@
 """The paper's path to a longer context at small scale: train at 512, another rotary base at 2,048, YaRN to 8,192.
 
-    python benchmarks/long_context_study.py [--seeds 3] [--workers 2] [--tokens 6000000] [--extension-tokens 600000]
+    python benchmarks/long_context_study.py [--seeds 3] [--workers 2] [--tokens 4000000] [--extension-tokens 600000]
         [--samples 16] [--folder runs/long_context] [--cache ~/.cache/gatelab] [--out docs/results/long-context]
 
 Arms: ungated, headwise, elementwise, parameters matched; the same initial weights and batches for each seed. The text
@@ -51,15 +51,15 @@ TASKS = "mini_single,mini_multi_key,mini_variables"
 NUM_TEXTS = 6
 WORDS = (
     "match=parameters",
-    "model.num_layers=3",
-    'model.layers=[{"window":4},{},{}]',
-    "model.width=128",
+    "model.num_layers=4",
+    'model.layers=[{"window":4},{},{},{}]',
+    "model.width=256",
     "model.num_heads=4",
     "model.num_kv_heads=4",
-    "model.head_size=32",
-    "model.feedforward_width=352",
+    "model.head_size=64",
+    "model.feedforward_width=512",
     "model.matching_multiple=2",
-    "model.init_std=0.088",
+    "model.init_std=0.06",
     f"model.max_context={TRAINED}",
     "model.vocab_size=1024",
     "data.tokenizer.vocab_size=1024",
@@ -70,7 +70,7 @@ WORDS = (
     "data.document_masks=true",
     f"data.context={TRAINED}",
     "train.sequences_per_step=4",
-    "train.optimizer.learning_rate=4e-3",
+    "train.optimizer.learning_rate=2e-3",
     "train.threads=1",
     "train.evaluation.every=500",
     "train.evaluation.measure_every=500",
@@ -159,7 +159,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--tokens", type=int, default=6_000_000)
+    parser.add_argument("--tokens", type=int, default=4_000_000)
     parser.add_argument("--extension-tokens", type=int, default=600_000)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--folder", type=Path, default=Path("runs/long_context"))
