@@ -1,8 +1,4 @@
-"""The results of ``benchmarks/long_context_study.py`` as tables and one page of charts.
-
-Estimates are means over seeds with 95 % t intervals of the seeds, differences paired with the ungated arm of the same
-seed; exploratory, so none is a verdict.
-"""
+"""The results of ``benchmarks/long_context_study.py`` as tables and one page of charts."""
 
 from __future__ import annotations
 
@@ -18,6 +14,11 @@ from gatelab.report.tables import Column, Table
 from gatelab.study.statistics import Estimate, t_interval
 
 Stage = dict[str, Any]
+
+EXPLORATORY = (
+    "Means over seeds with 95 % t intervals of the seeds, differences paired with the ungated arm of the same seed; "
+    "exploratory, so none is a verdict."
+)
 
 ARM, STAGE = Column("arm", "arm"), Column("stage", "stage")
 STAGE_NAMES = {
@@ -152,7 +153,7 @@ def long_context_page(rows: Sequence[Stage], command: str) -> Page:
         lead=lead,
         command=command,
         sections=[
-            Section("Mini needles", __doc__ or "", [mini_table(rows), paper_table()]),
+            Section("Mini needles", EXPLORATORY, [mini_table(rows), paper_table()]),
             Section("Loss by position", "State of the Union addresses that were held out.", _loss_figures(rows)),
             Section("Sinks, gates, and the first key", "", [sink_table(rows), *_masked_figures(rows)]),
         ],

@@ -1,7 +1,4 @@
-"""The results of ``benchmarks/pruning.py`` as tables and one page of charts.
-
-Means over seeds with 95 % t intervals of the seeds; exploratory, so none is a verdict.
-"""
+"""The results of ``benchmarks/pruning.py`` as tables and one page of charts."""
 
 from __future__ import annotations
 
@@ -15,6 +12,7 @@ from gatelab.report.page import Figure, Page, Section
 from gatelab.report.tables import Column, Table
 
 Row = dict[str, Any]
+EXPLORATORY = "Means over seeds with 95 % t intervals of the seeds; exploratory, so none is a verdict."
 METRICS = {"loss_difference": "loss over the unpruned model's", "kl": "KL from the unpruned model"}
 
 
@@ -78,7 +76,7 @@ def pruning_page(summary: Sequence[Row], settings: Row) -> Page:
         sections=[
             Section(
                 "What gates add",
-                __doc__ or "",
+                EXPLORATORY,
                 [
                     differences_table(
                         summary,
