@@ -26,11 +26,12 @@ from pruning_page import pruning_page, table_of
 from rich.console import Console
 
 from gatelab.evaluate.models import open_model
+from gatelab.evaluate.ruler.tasks import MINI_TASKS
 from gatelab.files import write_atomically
 from gatelab.gates.gate import Gate
 from gatelab.longcontext.kv_pruning.judge import DEFAULT_PRESSES, judge
 from gatelab.longcontext.kv_pruning.report import ABLATIONS
-from gatelab.longcontext.kv_pruning.trial import Trial
+from gatelab.longcontext.kv_pruning.trial import ANSWERS, FOUND, Trial
 from gatelab.report.folder import to_csv
 from gatelab.report.page import write_page
 from gatelab.report.tables import to_terminal
@@ -59,17 +60,15 @@ def judged(folder: Path, arm: str, seed: int, given: argparse.Namespace) -> list
     sizes = {name: getattr(given, name) for name in ("context", "continuation", "samples", "ruler_length")}
     trial = Trial(text, given.cache, presses_for(str(folder)), ruler_samples=given.ruler_samples, **sizes)
     verdict = judge(str(folder), trial)
-    of = {"arm": arm, "seed": seed}
-    unpruned = {"loss": verdict.losses, "mini_ruler": verdict.found}
-    whole = {"press": "none", "use": "prefill", "budget": 1.0}
-    rows = [
-        {**of, **whole, "metric": metric, "sample": sample, "value": value}
-        for metric, values in unpruned.items()
-        for sample, value in enumerate(values)
-    ]
-    for score in verdict.scores:
-        figure = score._asdict() | {"press": score.arm.label}
-        rows.append(of | {name: figure[name] for name in COLUMNS if name not in of})
+    figures = [("none", "prefill", 1.0, sample, "loss", value) for sample, value in enumerate(verdict.losses)]
+    figures += [("none", ANSWERS, 1.0, sample, FOUND, value) for sample, value in enumerate(verdict.found)]
+    figures += [(score.arm.label, *score[1:]) for score in verdict.scores]
+    rows = []
+    for press, use, budget, sample, metric, value in figures:
+        if metric == FOUND:
+            task, sample = divmod(sample, given.ruler_samples)
+            metric = list(MINI_TASKS)[task]
+        rows.append(dict(zip(COLUMNS, (arm, seed, press, use, budget, metric, sample, value), strict=True)))
     write_atomically(kept, json.dumps({"settings": settings_in(given), "rows": rows}) + "\n")
     return rows
 

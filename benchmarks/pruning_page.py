@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from gatelab.longcontext.kv_pruning.report import USES
+from gatelab.longcontext.kv_pruning.trial import ANSWERS
 from gatelab.report.charts import Reference, line_chart
 from gatelab.report.page import Figure, Page, Section
 from gatelab.report.tables import Column, Table
@@ -40,9 +41,9 @@ def differences_table(summary: Sequence[Row], key: str, caption: str) -> Table:
     return Table(columns, list(cells.values()), caption)
 
 
-def answers_table(summary: Sequence[Row]) -> Table:
-    """References found in the mini tasks, in percent."""
-    rows = [row for row in summary if row["metric"] == "mini_ruler"]
+def answers_table(summary: Sequence[Row], task: str) -> Table:
+    """References found in one mini task, in percent."""
+    rows = [row for row in summary if row["metric"] == task]
     budgets = sorted({row["budget"] for row in rows}, reverse=True)
     cells: dict[tuple[str, str], Row] = {}
     for row in rows:
@@ -50,8 +51,7 @@ def answers_table(summary: Sequence[Row]) -> Table:
         cells.setdefault(tuple(of.values()), of)[f"{row['budget']:g}"] = with_interval(row, ".0f")
     columns = [Column("arm", "arm"), Column("press", "press")]
     columns += [Column(f"{one:g}", f"at {one:.0%}", align="right") for one in budgets]
-    caption = "References found, percent, all six mini tasks (not RULER) together; `none` is the unpruned model."
-    return Table(columns, list(cells.values()), caption)
+    return Table(columns, list(cells.values()), f"{task} (not RULER): references found, percent; none: nothing is cut.")
 
 
 def with_interval(found: Row, spec: str) -> str:
@@ -62,6 +62,7 @@ def with_interval(found: Row, spec: str) -> str:
 def pruning_page(summary: Sequence[Row], settings: Row) -> Page:
     """The report, every figure from ``summary.json``."""
     arms = list(dict.fromkeys(row["arm"] for row in summary))
+    tasks = list(dict.fromkeys(row["metric"] for row in summary if row["use"] == ANSWERS))
     seeds = max(row["seeds"] for row in summary)
     words = [word for name, value in settings.items() for word in (f"--{name.replace('_', '-')}", str(value))]
     lead = (
@@ -86,7 +87,11 @@ def pruning_page(summary: Sequence[Row], settings: Row) -> Page:
                 ],
             ),
             *(Section(use.capitalize(), text, _of_use(summary, arms, use)) for use, text in USES.items()),
-            Section("Mini tasks", "The question is in the prompt before the cut.", [answers_table(summary)]),
+            Section(
+                "Mini tasks",
+                "The prompt but for its last token is read before the cut; what is asked for comes after it.",
+                [answers_table(summary, task) for task in tasks],
+            ),
             Section(
                 "Against chance",
                 "",

@@ -60,38 +60,41 @@ def question(ids: torch.Tensor, answers: list[str]) -> Question:
     return Question(Task("any", GENERATED, lambda making: []), Sample(0, "", answers, PROMPT), ids)
 
 
-def answer_by_masks(model: Any, ids: torch.Tensor, first: int, arm: Arm, num_keys: int) -> list[int]:
-    """Greedy decoding, all tokens read anew for each, in which later tokens see of the prompt what the cut left."""
+def answer_by_masks(model: Any, ids: torch.Tensor, arm: Arm, num_keys: int) -> list[int]:
+    """Greedy decoding, all tokens read anew for each; the prompt's last token and all after it see what the cut left."""
+    num_read = PROMPT - 1
     with pruned(model, build_press(arm.press), arm.allocation, NUM_RECENT) as reader:
-        reader.read(ids)
+        reader.read(ids[:, :num_read])
         reader.cut(num_keys)
         kept = {
             (layer, head): set(held.positions[0].tolist())
             for layer, keys in reader.layers.items()
             for head, held in enumerate(keys.heads)
         }
-    assert any(len(places) < PROMPT for places in kept.values())
+    assert any(len(places) < num_read for places in kept.values())
 
     def sees(layer: int, b: int, k: int, t: int, s: int) -> bool:
-        return t < PROMPT or s >= PROMPT or s in kept[layer, k]
+        return t < num_read or s >= num_read or s in kept[layer, k]
 
-    written = [first]
+    written: list[int] = []
     while len(written) < GENERATED:
-        logits = masked_logits(model, torch.cat((ids, torch.tensor([written])), dim=1), sees)
+        logits = masked_logits(model, torch.cat((ids, torch.tensor([written], dtype=torch.long)), dim=1), sees)
         written.append(int(logits[0, -1].argmax()))
     return written
 
 
 def test_answers_are_those_of_greedy_decoding(tmp_path: Path) -> None:
     one, trial = opened(Words()), make_trial(tmp_path)
-    questions, wanted = [], []
+    questions, wanted, first_tokens = [], [], []
     for ids in tokens_of(2, PROMPT).split(1):
         (whole,) = generate(one, ids.tolist(), GENERATED)
-        cut = [answer_by_masks(one.model, ids, whole[0], arm, trial.keys_at(0.25, PROMPT)) for arm in (H2O, BY_HEADS)]
+        cut = [answer_by_masks(one.model, ids, arm, trial.keys_at(0.25, PROMPT - 1)) for arm in (H2O, BY_HEADS)]
         assert whole not in cut and cut[0] != cut[1]
+        first_tokens.append({written[0] for written in (whole, *cut)})
         answers = [one.tokenizer.decode(written) for written in (whole, *cut)]
         questions += [question(ids, [answer]) for answer in answers]
         wanted.append(answers)
+    assert any(len(tokens) > 1 for tokens in first_tokens)
     said: list[str] = []
     found, scores = ask(one, trial, questions, said.append)
     assert found == [100.0, 0.0, 0.0] * 2

@@ -25,7 +25,7 @@ ROWS = [
     if arm == "headwise" or press in ("random", "h2o")
     for seed, values in of_seeds.items()
     for sample, value in enumerate(values)
-    for use, metric in (*FIGURES, ("answers", "mini_ruler"))
+    for use, metric in (*FIGURES, ("answers", "mini_single"))
 ]
 
 
@@ -77,6 +77,6 @@ def test_tables_and_page_hold_every_press():
     assert table_of(summary, "headwise", "prefill").rows[1]["0.25"].startswith("+0.317 [")
     pairs = [row["pair"] for row in differences_table(summary, "less_same_without_gates", "").rows]
     assert pairs == ["self_gate - random", "self_gate - random", "h2o@heads - h2o", "h2o@heads - h2o"]
-    assert len(answers_table(summary).rows) == 6
+    assert len(answers_table(summary, "mini_single").rows) == 6
     page = pruning_page(summary, SETTINGS)
     assert "--continuation 256" in (page.command or "") and "3 seeds" in page.lead

@@ -1,7 +1,8 @@
 """Whether a pruned model still finds what it is asked for: the mini tasks, in the manner of RULER, and not RULER.
 
-The whole prompt, its question included, is read before the cache is cut, once; the keys of the answer all stay. A press
-that looks at the newest queries therefore knows the question.
+The prompt without its last token is read, then the cache is cut, once; the last token and the answer are read with what
+is left, and their keys all stay. So every token of an answer has come through the cut, the first one too. A press that
+looks at the newest queries knows what the prompt asked before its last token.
 """
 
 from __future__ import annotations
@@ -69,32 +70,32 @@ def ask(
     whole, scores = [], []
     for number, question in enumerate(questions):
         with pruned(opened.model, None) as reader:
-            first = int(reader.read(question.ids)[0, -1].argmax())
-            whole.append(question.share(_answer(opened, reader, first, question.task.generated)))
+            reader.read(question.ids[:, :-1])
+            whole.append(question.share(_answer(opened, reader, question)))
         for arm in trial.arms:
             if arm.press == ORACLE:
                 continue
             press = build_press(arm.press, trial.seed + number)
             with pruned(opened.model, press, arm.allocation, trial.num_recent) as reader:
-                reader.read(question.ids)
+                reader.read(question.ids[:, :-1])
                 read = reader.snapshot()
                 for budget in trial.budgets:
                     reader.restore(read)
-                    reader.cut(trial.keys_at(budget, question.ids.shape[1]))
-                    share = question.share(_answer(opened, reader, first, question.task.generated))
+                    reader.cut(trial.keys_at(budget, question.ids.shape[1] - 1))
+                    share = question.share(_answer(opened, reader, question))
                     scores.append(Score(arm, ANSWERS, budget, number, FOUND, share))
         say(f"question {number + 1} of {len(questions)}: {whole[-1]:.0f} % of its answers found unpruned")
     return whole, scores
 
 
-def _answer(opened: OpenedModel, reader: PrunedReader, first: int, max_new_tokens: int) -> str:
-    """What a reader goes on with, greedily, after the token that its last logits chose."""
-    stop_ids, device = stop_ids_of(opened), next(opened.model.parameters()).device
+def _answer(opened: OpenedModel, reader: PrunedReader, question: Question) -> str:
+    """What a reader that has read all of the prompt but its last token goes on with, greedily."""
+    stop_ids, last = stop_ids_of(opened), question.ids[:, -1:]
     written: list[int] = []
-    token = first
-    while token not in stop_ids:
-        written.append(token)
-        if len(written) == max_new_tokens:
+    while len(written) < question.task.generated:
+        token = reader.read(last, observe=False)[0, -1].argmax()
+        if int(token) in stop_ids:
             break
-        token = int(reader.read(torch.tensor([[token]], device=device), observe=False)[0, -1].argmax())
+        written.append(int(token))
+        last = token.view(1, 1)
     return opened.tokenizer.decode(written)

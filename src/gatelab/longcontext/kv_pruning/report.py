@@ -26,8 +26,8 @@ USES = {
 ABLATIONS = (("gated_attention", "attention_value"), ("self_gate", "random"))
 """Presses that look at gates, each with the press that it is without them."""
 ANSWERS_TEXT = (
-    "Small retrieval tasks in the manner of RULER, which are not RULER's: references found, in percent. The whole "
-    "prompt is read before the cut, its question included; the keys of the answer all stay."
+    "Small retrieval tasks in the manner of RULER, which are not RULER's: references found, in percent. The prompt "
+    "without its last token is read before the cut; the last token's key and those of the answer all stay."
 )
 INTERVALS_TEXT = (
     "Means over samples with 95 % t intervals. All ways saw the same samples, so two of them may differ surely though "
