@@ -61,7 +61,7 @@ def question(ids: torch.Tensor, answers: list[str]) -> Question:
 
 
 def answer_by_masks(model: Any, ids: torch.Tensor, arm: Arm, num_keys: int) -> list[int]:
-    """Greedy decoding, all tokens read anew for each; the prompt's last token and all after it see what the cut left."""
+    """Greedy decoding, all tokens read anew for each; the prompt's last token and later ones see what was kept."""
     num_read = PROMPT - 1
     with pruned(model, build_press(arm.press), arm.allocation, NUM_RECENT) as reader:
         reader.read(ids[:, :num_read])
