@@ -6,10 +6,10 @@
 Arms: ungated, headwise, elementwise, parameters matched; the same initial weights and batches for each seed. The text
 is a quarter State of the Union addresses and three quarters made-up retrieval tasks; each token sees its own document
 only, and the first layer's window is four tokens, without which the tasks take far more tokens to learn
-(experiments/LOG.md). After each stage, on held
-out addresses and tasks: mini needles by length, loss by position as it is and with the first key hidden from all later
-queries, first-token attention, entropy and gates by layer. Every stage is kept as it is reached, and the command goes
-on where it was stopped. Writes ``stages.json`` with every figure, and a page.
+(experiments/LOG.md). After each stage, on held-out addresses and tasks: mini needles by length, loss by position as it
+is and with the first key hidden from all later queries, first-token attention, entropy and gates by layer. Every stage
+is kept as it is reached, and the command goes on where it was stopped. Writes ``stages.json`` with every figure, and a
+page.
 """
 
 from __future__ import annotations

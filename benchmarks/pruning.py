@@ -21,7 +21,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from long_context_study import ARMS, Job, settings_of
+from long_context_study import ARMS
 from pruning_page import pruning_page, table_of
 from rich.console import Console
 
@@ -36,6 +36,7 @@ from gatelab.report.folder import to_csv
 from gatelab.report.page import write_page
 from gatelab.report.tables import to_terminal
 from gatelab.study.statistics import t_interval
+from gatelab.train.run_folder import RunFolder
 
 GATED = ("gated_attention", "self_gate", "h2o@heads", "h2o@layers", "h2o@both", "gated_attention@heads")
 COLUMNS = ("arm", "seed", "press", "use", "budget", "metric", "sample", "value")
@@ -56,9 +57,8 @@ def judged(folder: Path, arm: str, seed: int, given: argparse.Namespace) -> list
         found = json.loads(kept.read_text(encoding="utf-8"))
         if found["settings"] == settings_in(given):
             return found["rows"]
-    text = settings_of(Job(arm, seed, 10**6, 0, 0, Path(), given.cache)).data.train
-    sizes = {name: getattr(given, name) for name in ("context", "continuation", "samples", "ruler_length")}
-    trial = Trial(text, given.cache, presses_for(str(folder)), ruler_samples=given.ruler_samples, **sizes)
+    sizes = {name: value for name, value in settings_in(given).items() if name != "stage"}
+    trial = Trial(RunFolder(folder).settings.data.train, given.cache, presses_for(str(folder)), **sizes)
     verdict = judge(str(folder), trial)
     figures = [("none", "prefill", 1.0, sample, "loss", value) for sample, value in enumerate(verdict.losses)]
     figures += [("none", ANSWERS, 1.0, sample, FOUND, value) for sample, value in enumerate(verdict.found)]
@@ -87,9 +87,8 @@ def summarised(rows: Sequence[Row]) -> Iterator[Row]:
     means = {key: {seed: fmean(values) for seed, values in sorted(of.items())} for key, of in samples.items()}
     for key, of_seeds in means.items():
         arm, press, use, budget, metric = key
-        row = dict(zip(("arm", "press", "use", "budget", "metric"), key, strict=True)) | interval(
-            list(of_seeds.values())
-        )
+        row = {"arm": arm, "press": press, "use": use, "budget": budget, "metric": metric}
+        row |= interval(list(of_seeds.values()))
         for name, other in (("less_random", "random"), ("less_same_without_gates", without_gates(press))):
             base = means.get((arm, other, use, budget, metric))
             if base is not None and other != press:
@@ -126,7 +125,8 @@ def main() -> None:
     torch.set_num_threads(1)
     console, rows = Console(), []
     for arm in ARMS:
-        for seed, folder in enumerate(sorted((given.runs / arm).glob(f"seed_*/{given.stage}"))):
+        for folder in sorted((given.runs / arm).glob(f"seed_*/{given.stage}")):
+            seed = int(folder.parent.name.removeprefix("seed_"))
             console.print(f"{arm}, seed {seed}", markup=False)
             rows += judged(folder, arm, seed, given)
     summary = list(summarised(rows))

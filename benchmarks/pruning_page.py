@@ -20,38 +20,38 @@ METRICS = {"loss_difference": "loss over the unpruned model's", "kl": "KL from t
 def table_of(summary: Sequence[Row], arm: str, use: str) -> Table:
     """Loss over the unpruned model's of one arm, a row for each press, a column for each budget."""
     rows = [row for row in summary if (row["arm"], row["use"], row["metric"]) == (arm, use, "loss_difference")]
-    budgets = sorted({row["budget"] for row in rows}, reverse=True)
-    cells: dict[str, Row] = {}
-    for row in rows:
-        cells.setdefault(row["press"], {"press": row["press"]})[f"{row['budget']:g}"] = with_interval(row, "+.3f")
-    columns = [Column("press", "press"), *(Column(f"{one:g}", f"at {one:.0%}", align="right") for one in budgets)]
-    return Table(columns, list(cells.values()), f"{arm}, {use}: loss over the unpruned model's, nats a token.")
+    cells = [({"press": row["press"]}, row) for row in rows]
+    return by_budget(cells, "+.3f", f"{arm}, {use}: loss over the unpruned model's, nats a token.")
 
 
 def differences_table(summary: Sequence[Row], key: str, caption: str) -> Table:
     """Paired differences in loss, a row for each arm, use and press."""
     rows = [row for row in summary if row["metric"] == "loss_difference" and key in row]
-    budgets = sorted({row["budget"] for row in rows}, reverse=True)
-    cells: dict[tuple[str, str, str], Row] = {}
-    for row in rows:
-        of = {"arm": row["arm"], "use": row["use"], "pair": f"{row['press']} - {row[key]['press']}"}
-        cells.setdefault(tuple(of.values()), of)[f"{row['budget']:g}"] = with_interval(row[key], "+.3f")
-    columns = [Column("arm", "arm"), Column("use", "use"), Column("pair", "difference")]
-    columns += [Column(f"{one:g}", f"at {one:.0%}", align="right") for one in budgets]
-    return Table(columns, list(cells.values()), caption)
+    cells = [
+        (
+            {"arm": row["arm"], "use": row["use"], "difference": f"{row['press']} - {row[key]['press']}"},
+            row[key] | {"budget": row["budget"]},
+        )
+        for row in rows
+    ]
+    return by_budget(cells, "+.3f", caption)
 
 
 def answers_table(summary: Sequence[Row], task: str) -> Table:
     """References found in one mini task, in percent."""
-    rows = [row for row in summary if row["metric"] == task]
-    budgets = sorted({row["budget"] for row in rows}, reverse=True)
-    cells: dict[tuple[str, str], Row] = {}
-    for row in rows:
-        of = {"arm": row["arm"], "press": row["press"]}
-        cells.setdefault(tuple(of.values()), of)[f"{row['budget']:g}"] = with_interval(row, ".0f")
-    columns = [Column("arm", "arm"), Column("press", "press")]
+    cells = [({"arm": row["arm"], "press": row["press"]}, row) for row in summary if row["metric"] == task]
+    return by_budget(cells, ".0f", f"{task} (not RULER): references found, percent; none: nothing is cut.")
+
+
+def by_budget(cells: Sequence[tuple[Row, Row]], spec: str, caption: str) -> Table:
+    """A row for each set of names, a column for each budget; ``cells`` are the names with the figures of one budget."""
+    budgets = sorted({found["budget"] for _, found in cells}, reverse=True)
+    rows: dict[tuple[Any, ...], Row] = {}
+    for names, found in cells:
+        rows.setdefault(tuple(names.values()), dict(names))[f"{found['budget']:g}"] = with_interval(found, spec)
+    columns = [Column(name, name) for name in (cells[0][0] if cells else ())]
     columns += [Column(f"{one:g}", f"at {one:.0%}", align="right") for one in budgets]
-    return Table(columns, list(cells.values()), f"{task} (not RULER): references found, percent; none: nothing is cut.")
+    return Table(columns, list(rows.values()), caption)
 
 
 def with_interval(found: Row, spec: str) -> str:

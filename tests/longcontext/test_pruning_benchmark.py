@@ -75,7 +75,7 @@ def test_tables_and_page_hold_every_press():
     summary = list(summarised(ROWS))
     assert [row["press"] for row in table_of(summary, "headwise", "prefill").rows] == list(VALUES)
     assert table_of(summary, "headwise", "prefill").rows[1]["0.25"].startswith("+0.317 [")
-    pairs = [row["pair"] for row in differences_table(summary, "less_same_without_gates", "").rows]
+    pairs = [row["difference"] for row in differences_table(summary, "less_same_without_gates", "").rows]
     assert pairs == ["self_gate - random", "self_gate - random", "h2o@heads - h2o", "h2o@heads - h2o"]
     assert len(answers_table(summary, "mini_single").rows) == 6
     page = pruning_page(summary, SETTINGS)
