@@ -7,6 +7,7 @@ import torch
 from tiny_decoders import ARCHITECTURES, FAMILIES, MIXTURE, SINKS, tiny_decoder, tiny_settings, token_ids
 from torch import Tensor
 
+from gatelab.model.attention import fused_attention
 from gatelab.model.cache import KVCache
 from gatelab.model.decoder import Decoder
 from gatelab.model.masks import PADDING
@@ -123,3 +124,11 @@ def test_a_long_row_of_padding_leaves_no_trace(dtype: torch.dtype) -> None:
     documents = torch.tensor([[PADDING] * 600 + [0] * 40])
     padded, solo = decoder(ids, documents)[:, 600:], decoder(ids[:, 600:])
     assert relative_error(padded, solo) < (1e-5 if dtype == torch.float32 else 2e-2)
+
+
+def test_a_single_bfloat16_query_is_computed_in_float32_and_rounded_once() -> None:
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(3, 1, 6, 8, generator=generator).bfloat16()
+    key, value = torch.randn(2, 3, 17, 2, 8, generator=generator).bfloat16()
+    exact = fused_attention(query.double(), key.double(), value.double(), None, causal=False)
+    assert torch.equal(fused_attention(query, key, value, None, causal=False), exact.bfloat16())

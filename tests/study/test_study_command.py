@@ -38,6 +38,10 @@ def test_a_study_from_a_file_is_run_and_looked_at(tmp_path: Path) -> None:
     ("words", "message"),
     [
         (("paper/position",), "did you mean 'paper/positions'?"),
+        (
+            ("paper/overhead", "--workers", "2"),
+            "study overhead times its arms in turns in this process; leave out --budget-h",
+        ),
         (("paper/switch_heads",), "is left out: table 6 needs Switch-Head"),
         (("rivals", "--scale", "mikro"), "scale 'mikro' is unknown; did you mean 'micro'?"),
         (("rivals", "--scale", "small", "--budget-hours", "0.01"), "more than the budget of 0.01; choose a smaller"),

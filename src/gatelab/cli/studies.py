@@ -56,6 +56,10 @@ def study(
     folder = out or Path("runs") / "study" / "-".join(filter(None, (planned.name, planned.scale)))
     console = Console()
     if planned.metric == STEP_SECONDS:
+        if budget_hours is not None or workers is not None:
+            raise ValueError(
+                f"study {planned.name} times its arms in turns in this process; leave out --budget-hours and --workers"
+            )
         _time_arms(planned, folder, console)
         return
     console.print(to_terminal(cost_table(planned, budget_hours)))

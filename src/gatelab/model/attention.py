@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
+import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
@@ -68,7 +69,13 @@ def fused_attention(
 def _scaled_dot_product(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, scale: float | None = None
 ) -> Tensor:
-    """PyTorch's function on tensors with heads after tokens."""
+    """PyTorch's function on tensors with heads after tokens.
+
+    A single query on a CPU is computed in float32 at least: the kernel is several times as slow on narrower numbers.
+    """
+    dtype = query.dtype
+    if query.shape[1] == 1 and query.device.type == "cpu":
+        query, key, value = (tensor.to(torch.promote_types(dtype, torch.float32)) for tensor in (query, key, value))
     output = F.scaled_dot_product_attention(
         query.transpose(1, 2),
         key.transpose(1, 2),
@@ -78,7 +85,7 @@ def _scaled_dot_product(
         scale=scale,
         enable_gqa=query.shape[2] != key.shape[2],
     )
-    return output.transpose(1, 2)
+    return output.transpose(1, 2).to(dtype)
 
 
 class GroupedQueryAttention(nn.Module):
