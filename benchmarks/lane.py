@@ -1,0 +1,49 @@
+"""One contender of a benchmark in a process of its own: takes turns when it is asked to. See ``side_by_side.py``.
+
+    python lane.py CONTENDER SETTINGS
+
+CONTENDER is a module of ``contenders`` with ``prepare(settings) -> turn``; ``turn()`` does the work once and returns
+figures of it (a dictionary, possibly empty). SETTINGS is a JSON mapping: ``threads``, ``warm_up`` (turns before the
+first counted one), and what the contender reads. Each line on standard input is a number of turns; the answer is one
+JSON line with the seconds of each and the figures of the last. Nothing of GateLab is imported here, so that a peer can
+run in an environment of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import sys
+import time
+from typing import Any, TextIO
+
+import torch
+
+
+def serve(name: str, settings: dict[str, Any], answers: TextIO) -> None:
+    """Prepare, say so, and take turns until standard input ends."""
+
+    def answer(content: dict[str, Any]) -> None:
+        print(json.dumps(content), file=answers, flush=True)
+
+    torch.set_num_threads(settings["threads"])
+    began = time.perf_counter()
+    turn = importlib.import_module(f"contenders.{name}").prepare(settings)
+    for _ in range(settings["warm_up"]):
+        turn()
+    answer({"ready": time.perf_counter() - began, "torch": torch.__version__, "python": sys.version.split()[0]})
+    for line in sys.stdin:
+        seconds, figures = [], {}
+        for _ in range(int(line)):
+            began = time.perf_counter()
+            figures = turn()
+            seconds.append(time.perf_counter() - began)
+        answer({"seconds": seconds, "figures": figures})
+
+
+if __name__ == "__main__":
+    # What a contender prints must not be read as an answer.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    serve(sys.argv[1], json.loads(sys.argv[2]), answers)

@@ -1,0 +1,120 @@
+"""A training step beside what users would pick instead, and beside the machine's limit.
+
+    python benchmarks/training_step.py [--shapes 4M 15M 60M] [--rounds 15] [--threads 2] [--peers FOLDER]
+        [--allocator LIBRARY] [--eager] [--out benchmarks/results/training_step]
+
+Each contender trains a decoder of the shape on random tokens in a process of its own, all in turns (``side_by_side``):
+matrix products in bfloat16, compiled, AdamW, gradients clipped. GateLab keeps float32 weights. A peer keeps bfloat16,
+the fastest way, and with "float32 weights" as ours. FLOPs are those of the matrices and of visible keys, three forward
+passes a step, for a gated decoder of the shape; the limit is the best bfloat16 product of size 2,048 cubed in the same
+rounds. ``--peers`` is the folder that ``peers.py`` makes; without it only what is installed takes part. Writes
+``training_step.json`` and a page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from contenders.gatelab_decoder import run_settings
+from peers import PEERS, python_of
+from rich.console import Console
+from side_by_side import Contender, machine, measure, ratios
+from training_step_page import table_of, training_step_page
+
+from gatelab.files import write_atomically
+from gatelab.model.accounting import count_parameters, flops_per_token_training
+from gatelab.report.page import write_page
+from gatelab.report.tables import to_terminal
+
+HEADS = {"vocab_size": 4096, "num_layers": 8, "num_heads": 6, "num_kv_heads": 2}
+SHAPES: dict[str, dict[str, int]] = {
+    "4M": HEADS | {"width": 192, "head_size": 32, "feedforward_width": 576, "context": 256, "sequences": 16},
+    "15M": HEADS | {"width": 384, "head_size": 64, "feedforward_width": 1024, "context": 512, "sequences": 8},
+    "60M": HEADS
+    | {"width": 768, "num_heads": 12, "num_kv_heads": 4, "head_size": 64}
+    | {"feedforward_width": 2048, "context": 1024, "sequences": 4},
+}
+GATE = "gate=sdpa_elementwise"
+OURS, BASELINE = "GateLab, gated", "transformers Qwen3-Next, gated"
+
+
+def contenders(shape: dict[str, int], compiled: bool, peers: Path | None) -> Iterator[Contender]:
+    """The limit, GateLab with and without its gate, and the peers that are there."""
+    common: dict[str, Any] = {"shape": shape, "compile": compiled}
+    yield Contender("limit", "peak", {})
+    yield Contender(OURS, "gatelab_decoder", common | {"words": [GATE]})
+    yield Contender("GateLab, ungated", "gatelab_decoder", common | {"words": []})
+    for name, module, gated in (
+        (BASELINE, "transformers_qwen3", True),
+        ("transformers Qwen3", "transformers_qwen3", False),
+        ("plain PyTorch, gated", "plain_decoder", True),
+    ):
+        yield Contender(name, module, common | {"gated": gated, "weights": "bfloat16"})
+        if gated:
+            yield Contender(f"{name}, float32 weights", module, common | {"gated": gated, "weights": "float32"})
+    if peers is not None:
+        for peer in PEERS:
+            settings = common | {"gated": peer.gated, "weights": "bfloat16"}
+            yield Contender(peer.name, peer.module, settings, python_of(peers, peer))
+
+
+def rows_of(shape_name: str, given: argparse.Namespace) -> list[dict[str, Any]]:
+    """What every contender reached at one shape."""
+    shape, console = SHAPES[shape_name], Console()
+    entries = list(contenders(shape, not given.eager, given.peers))
+    measured = measure(entries, given.rounds, given.threads, given.allocator, watch=console.print)
+    limit = next(row for row in measured if row["name"] == "limit")
+    running = [row for row in measured if row is not limit]
+    over_baseline, over_ours = ratios(running, BASELINE), ratios(running, OURS)
+    run = run_settings({"shape": shape, "words": [GATE]})
+    flops = flops_per_token_training(run.model, shape["context"]) * run.tokens_per_step
+    for row in running:
+        seconds = statistics.median(row["seconds"])
+        row |= {
+            "shape": shape_name,
+            "tokens_per_second": run.tokens_per_step / seconds,
+            "limit_share": flops / seconds / limit["figures"]["flops"],
+            "baseline_over_this": {
+                "value": 1 / over_baseline[row["name"]]["value"],
+                "low": 1 / over_baseline[row["name"]]["high"],
+                "high": 1 / over_baseline[row["name"]]["low"],
+            },
+            "this_over_ours": over_ours[row["name"]],
+            "limit_flops": limit["figures"]["flops"],
+            "gated_parameters": count_parameters(run.model).total,
+        }
+    return running
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--peers", type=Path)
+    parser.add_argument("--allocator", help="a library to preload for every contender, such as tcmalloc")
+    parser.add_argument("--eager", action="store_true", help="compile nothing")
+    parser.add_argument("--out", type=Path, default=Path("benchmarks/results/training_step"))
+    given = parser.parse_args()
+    rows = [row for name in given.shapes for row in rows_of(name, given)]
+    found = {
+        "machine": machine(given.threads, given.allocator),
+        "shapes": {name: SHAPES[name] for name in given.shapes},
+        "rounds": given.rounds,
+        "compiled": not given.eager,
+        "rows": rows,
+    }
+    given.out.mkdir(parents=True, exist_ok=True)
+    write_atomically(given.out / "training_step.json", json.dumps(found, indent=1) + "\n")
+    Console().print(to_terminal(table_of(rows)))
+    command = f"python benchmarks/training_step.py --rounds {given.rounds} --threads {given.threads}"
+    write_page(training_step_page(found, command), given.out / "report.html")
+
+
+if __name__ == "__main__":
+    main()
