@@ -48,6 +48,24 @@ class Batch:
         return Batch(**{name: change(tensor) for name, tensor in vars(self).items() if tensor is not None})
 
 
+class Epochs:
+    """The endless sequence of epochs, each of which has every window once, in an order drawn from (seed, epoch)."""
+
+    def __init__(self, num_windows: int, seed: int):
+        self._num_windows = num_windows
+        self._seed = seed
+        self._orders: dict[int, Sequence[int] | np.ndarray] = {}
+
+    def windows_at(self, positions: list[int]) -> list[int]:
+        """The numbers of the windows at rising positions."""
+        size = self._num_windows
+        epochs = range(positions[0] // size, positions[-1] // size + 1)
+        kept = {epoch: order for epoch, order in self._orders.items() if epoch in epochs}
+        drawn = {epoch: window_order(size, self._seed, epoch) for epoch in epochs if epoch not in kept}
+        self._orders = kept | drawn
+        return [int(self._orders[position // size][position % size]) for position in positions]
+
+
 class TrainLoader:
     """Training batches: ``batch(step)`` depends on the data, the seed and the step, and on nothing that came before.
 
@@ -78,10 +96,9 @@ class TrainLoader:
                 "take more text or a smaller context"
             )
         self._tokens = tokens
-        self._seed = seed
+        self._epochs = Epochs(self.num_windows, seed)
         self._bos_id = bos_id
         self._document_masks = document_masks
-        self._orders: dict[int, Sequence[int] | np.ndarray] = {}
 
     def batch(self, step: int, rank: int = 0, num_ranks: int = 1, pieces: int = 1) -> Batch:
         """The sequences of one rank at one step (from 0), those of each of the step's ``pieces`` after another.
@@ -95,7 +112,7 @@ class TrainLoader:
 
     def windows(self, positions: list[int]) -> Batch:
         """The windows at rising positions of the endless sequence of epochs."""
-        numbers = self._window_numbers(positions)
+        numbers = self._epochs.windows_at(positions)
         windows = [_window(self._tokens, number, self.context, self._bos_id) for number in numbers]
         documents = [window.documents for window in windows] if self._document_masks else None
         return Batch(
@@ -103,13 +120,6 @@ class TrainLoader:
             targets=_stack([window.targets for window in windows]),
             documents=None if documents is None else _stack(documents),
         )
-
-    def _window_numbers(self, positions: list[int]) -> list[int]:
-        epochs = range(positions[0] // self.num_windows, positions[-1] // self.num_windows + 1)
-        kept = {epoch: order for epoch, order in self._orders.items() if epoch in epochs}
-        drawn = {epoch: window_order(self.num_windows, self._seed, epoch) for epoch in epochs if epoch not in kept}
-        self._orders = kept | drawn
-        return [int(self._orders[p // self.num_windows][p % self.num_windows]) for p in positions]
 
 
 class MixedLoader:

@@ -108,6 +108,28 @@ class TokenizerSettings(Settings):
     bos_token: str = Field(default="<|bos|>", description="the special token that starts each document")
 
 
+class ChatSettings(Settings):
+    """Chats of one ``.jsonl`` file, of which the assistant's answers are learned."""
+
+    path: str = Field(min_length=1, description="lines such as {messages: [{role: user, content: ...}, ...]}")
+    template: str | None = Field(
+        default=None,
+        description="a chat_template.jinja, a tokenizer_config.json or a folder with one; a plain one when None",
+    )
+    heldout_fraction: float = Field(
+        default=0.1, gt=0, lt=1, description="share of the chats, by a hash of their text, that is never trained on"
+    )
+    too_long: Literal["refuse", "cut"] = Field(
+        default="refuse", description="what is done about chats longer than data.context; cut ones are counted"
+    )
+
+    @property
+    def label(self) -> str:
+        """A short name for tables: the file's, without its ending."""
+        name = self.path.rsplit("/", 1)[-1].removesuffix(".jsonl")
+        return re.sub(r"[^\w.-]+", "_", name).strip("._") or "chats"
+
+
 class BigramBackcopySettings(Settings):
     """The synthetic task of Guo et al. (arXiv 2410.13835): a bigram chain with back-copying triggers.
 
@@ -159,6 +181,9 @@ class DataSettings(Settings):
     synthetic: BigramBackcopySettings | None = Field(
         default=None, description="train on this task instead of text; corpora and tokenizer are then unused"
     )
+    chats: ChatSettings | None = Field(
+        default=None, description="train on the answers of chats instead of text; corpora are then unused"
+    )
 
     @property
     def training_corpora(self) -> tuple[CorpusSettings, ...]:
@@ -167,6 +192,9 @@ class DataSettings(Settings):
 
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
+        if self.chats is not None:
+            self._refuse_contradictions_with_chats()
+            return self
         if self.synthetic is not None:
             if self.mixture:
                 raise ValueError("mixture with synthetic is impossible: a synthetic task is the whole of a run's data")
@@ -204,3 +232,16 @@ class DataSettings(Settings):
             if corpus.label in labels:
                 raise ValueError(f"two training corpora are called {corpus.label}; mix in a corpus once, by its weight")
             labels.append(corpus.label)
+
+    def _refuse_contradictions_with_chats(self) -> None:
+        if self.synthetic is not None or self.mixture or self.heldout:
+            other = "synthetic" if self.synthetic is not None else "mixture" if self.mixture else "heldout"
+            raise ValueError(
+                f"chats with {other} is impossible: chats are the whole of a run's data; leave {other} out"
+            )
+        if not self.document_masks:
+            raise ValueError("chats need document_masks=True: those in one window must not see each other")
+        if not self.bos_in_every_window:
+            raise ValueError("bos_in_every_window=False with chats is impossible: every chat begins with BOS")
+        if self.tokenizer.path is None:
+            raise ValueError("chats need tokenizer.path, the tokenizer of the model that learns to answer")

@@ -58,7 +58,7 @@ def read_file(path: Path, name: str, settings: CorpusSettings) -> Iterator[Docum
     if path.suffix == ".txt":
         yield Document(name, _decoded(path.read_bytes(), str(path)))
         return
-    rows = _json_lines(path) if path.suffix == ".jsonl" else _parquet_rows(path, settings)
+    rows = (row for _, row in json_lines(path)) if path.suffix == ".jsonl" else _parquet_rows(path, settings)
     for number, row in enumerate(rows, start=1):
         yield from _document(row, settings, f"{path}, row {number}")
 
@@ -95,12 +95,13 @@ def read_hugging_face(settings: CorpusSettings) -> Iterator[Document]:
         yield from _document(row, settings, f"{settings.path}, row {number}")
 
 
-def _json_lines(path: Path) -> Iterator[Any]:
+def json_lines(path: Path) -> Iterator[tuple[int, Any]]:
+    """Number, from 1, and value of each line that is not blank; ``ValueError`` names one that is no JSON."""
     with path.open("rb") as stream:
         for number, line in enumerate(stream, start=1):
             if line.strip():
                 try:
-                    yield parse_json(_decoded(line, f"{path}, line {number}"))
+                    yield number, parse_json(_decoded(line, f"{path}, line {number}"))
                 except json.JSONDecodeError as error:
                     raise ValueError(f"{path}, line {number} is not JSON: {error.msg}") from None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
+from functools import cached_property
 from itertools import chain
 from pathlib import Path
 
@@ -60,6 +62,17 @@ class Tokenizer:
         found = self._backend.token_to_id(self.bos_token)
         assert found is not None
         return found
+
+    @cached_property
+    def special_ids(self) -> dict[str, int]:
+        """The id of each special token."""
+        added = self._backend.get_added_tokens_decoder()
+        return {token.content: number for number, token in added.items() if token.special}
+
+    @cached_property
+    def special_pattern(self) -> re.Pattern[str]:
+        """What finds a special token that is written out, the longest that fits."""
+        return re.compile("|".join(map(re.escape, sorted(self.special_ids, key=len, reverse=True))))
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
         """The ids of each text, without BOS or any other special token."""

@@ -76,6 +76,8 @@ def open_base_run(name: str) -> BaseRun:
     settings = run.settings
     if settings.data.synthetic is not None:
         raise ValueError(f"the run in {name} was trained on a synthetic task; train one at the longer context instead")
+    if settings.data.chats is not None:
+        raise ValueError(f"the run in {name} was trained on chats; extend the run that it started from, then fine-tune")
     return BaseRun(run, saved[-1], load_decoder(saved[-1]), settings)
 
 

@@ -14,6 +14,7 @@ from gatelab.data.loader import IGNORED, Batch, rows_of_rank
 from gatelab.diagnose.measure import measure
 from gatelab.diagnose.measurement import Measurement
 from gatelab.model.decoder import Decoder
+from gatelab.model.masks import PADDING
 from gatelab.model.perplexity import bits_per_byte, perplexity, token_nats
 from gatelab.train.parallel.mesh import ALONE, Ranks
 from gatelab.train.source import HeldoutDomain, Source
@@ -74,7 +75,9 @@ def measure_heldout(decoder: Decoder, source: Source, num_windows: int) -> Measu
     device = _device_of(decoder)
     sets = {name: queries.to(device) for name, queries in source.query_sets(windows.inputs).items()}
     windows = windows.to(device)
-    return measure(decoder, windows.inputs, documents=windows.documents, query_sets=sets)
+    documents = windows.documents
+    real = None if documents is None or bool((documents != PADDING).all()) else documents != PADDING
+    return measure(decoder, windows.inputs, padding_mask=real, documents=documents, query_sets=sets)
 
 
 def _device_of(decoder: Decoder) -> torch.device:

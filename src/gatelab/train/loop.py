@@ -71,7 +71,8 @@ def _train(run: RunFolder, settings: RunSettings, source: Source, watch: Watch, 
         return run.result
     compiled = _can_compile(settings, watch)
     if ranks.is_first:
-        run.begin(settings, describe_environment(compiled, ranks.device), data, source.tokenizer)
+        environment = describe_environment(compiled, ranks.device)
+        run.begin(settings, environment, data, source.tokenizer, source.chat_template)
     state = _begin(run, settings, compiled, ranks)
     done = state.done
     clock = Clock(settings, ranks.device)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 
 import gatelab
+from gatelab.data.chat_template import TEMPLATE_FILE, ChatTemplate
 from gatelab.data.tokenizer import Tokenizer
 from gatelab.files import parse_json, require_folder, write_atomically
 from gatelab.settings import difference
@@ -69,6 +70,13 @@ class RunFolder:
             return RunSettings.from_yaml(file.read_text(encoding="utf-8"))
         except ValueError as error:
             raise ValueError(f"{file} is unreadable: {error}") from None
+
+    @property
+    def chat_template(self) -> ChatTemplate | None:
+        """The template that a run on chats keeps, ``None`` of one on text; ``ValueError`` when it can't be read."""
+        if not (self.path / TEMPLATE_FILE).is_file():
+            return None
+        return ChatTemplate.load(self.path, self.settings.data.tokenizer.bos_token)
 
     @property
     def environment(self) -> dict[str, Any]:
@@ -163,11 +171,16 @@ class RunFolder:
                 raise ValueError(_refusal(self.path, what, {key: values}, way_out))
 
     def begin(
-        self, settings: RunSettings, environment: dict[str, Any], data: dict[str, Any], tokenizer: Tokenizer | None
+        self,
+        settings: RunSettings,
+        environment: dict[str, Any],
+        data: dict[str, Any],
+        tokenizer: Tokenizer | None,
+        template: ChatTemplate | None = None,
     ) -> None:
         """Write down what decides the run; ``ValueError`` that shows the difference when it goes on elsewhere.
 
-        The tokenizer is kept so that the model can be used where the prepared text is not.
+        The tokenizer is kept so that the model can be used where the prepared text is not, and so is a chat template.
         """
         if self.is_started and settings.train.checkpoint.same_environment:
             before = self.environment
@@ -183,6 +196,8 @@ class RunFolder:
         self._write_json("data.json", data)
         if tokenizer is not None:
             write_atomically(self.tokenizer, tokenizer.to_text())
+        for name, content in ({} if template is None else template.files()).items():
+            write_atomically(self.path / name, content)
         write_atomically(self.path / "settings.yaml", settings.to_yaml())
 
     def finish(self, result: dict[str, Any]) -> None:

@@ -12,6 +12,8 @@ import torch
 from jaxtyping import Bool, Int
 from torch import Tensor
 
+from gatelab.data.chat_template import ChatTemplate
+from gatelab.data.chat_windows import ChatLoader, heldout_chat_batches, prepare_chats
 from gatelab.data.loader import Batch, MixedLoader, TrainLoader, heldout_batches
 from gatelab.data.prepare import PreparedData, prepare
 from gatelab.data.synthetic import BigramBackcopy
@@ -38,14 +40,15 @@ class HeldoutDomain:
 class Source:
     """Training batches as a function of the step, and the held-out domains by name.
 
-    A synthetic task has no tokenizer.
+    A synthetic task has no tokenizer, and only chats have a template.
     """
 
-    train: TrainLoader | MixedLoader | BigramBackcopy
+    train: TrainLoader | MixedLoader | ChatLoader | BigramBackcopy
     heldout: dict[str, HeldoutDomain]
     fingerprint: str
     attributions: tuple[str, ...]
     tokenizer: Tokenizer | None = None
+    chat_template: ChatTemplate | None = None
 
     def measured_windows(self, num_windows: int) -> Batch:
         """The first whole windows of the first held-out domain, for measuring sinks and gates."""
@@ -84,6 +87,8 @@ def open_source(settings: RunSettings, cache: Path, on_progress: Callable[[str, 
         return Source(task, {"synthetic": domain}, task.fingerprint, ())
     if data.tokenizer.path is not None:
         _require_fitting_tokenizer(Path(data.tokenizer.path), data.tokenizer.bos_token, settings.model.vocab_size)
+    if data.chats is not None:
+        return _chat_source(settings, data.chats.label)
     prepared = prepare(data, cache, on_progress)
     for tokens in (prepared.train, *prepared.mixture.values()):
         tokens.require_vocabulary(settings.model.vocab_size)
@@ -97,6 +102,15 @@ def _require_fitting_tokenizer(path: Path, bos_token: str, vocab_size: int) -> N
             f"model.vocab_size={vocab_size} is smaller than the vocabulary of {needed} of the tokenizer at {path}; "
             "choose a model.vocab_size that holds it, or another tokenizer"
         )
+
+
+def _chat_source(settings: RunSettings, label: str) -> Source:
+    train = settings.train
+    chats = prepare_chats(settings.data)
+    loader = ChatLoader(chats.train, sequences_per_step=train.sequences_per_step, seed=train.seed)
+    batches = partial(heldout_chat_batches, chats.heldout, train.sequences_per_step)
+    domain = HeldoutDomain(batches, len(chats.heldout), chats.heldout_text_bytes)
+    return Source(loader, {label: domain}, chats.fingerprint, (chats.attribution,), chats.tokenizer, chats.template)
 
 
 def _text_source(settings: RunSettings, prepared: PreparedData) -> Source:
