@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from parallel_parity import on_ranks
 from tiny_runs import Recording, assert_same_run, tiny_model, tiny_run
 from torch import Tensor
 
@@ -133,6 +134,25 @@ def test_changing_one_chat_leaves_the_loss_of_its_neighbours(windows: ChatWindow
     before, after = nats(batch.inputs, batch.documents), nats(changed, batch.documents)
     assert torch.equal(before[second], after[second]) and not torch.allclose(before[first], after[first])
     assert not torch.allclose(nats(batch.inputs, None)[second], nats(changed, None)[second]), "masks keep them apart"
+
+
+def train_on_rank(rank: int, settings: RunSettings, folder: Path, cache: Path) -> None:
+    train(settings, folder, cache)
+
+
+def test_two_ranks_in_two_pieces_are_the_run_of_one(tmp_path: Path, cache: Path) -> None:
+    """Ranks and pieces have unequal numbers of answer tokens; the mean is over those of the whole step."""
+    words = ("train.precision=float64", "train.steps=6")
+    train(chat_run(tmp_path, *words), tmp_path / "one", cache)
+    spread = chat_run(tmp_path, *words, "train.parallel.shard=2", "train.accumulation=2")
+    on_ranks(2, train_on_rank, spread, tmp_path / "two", cache)
+    one, two = (read_metrics(tmp_path / name / "metrics.jsonl") for name in ("one", "two"))
+    for kind in ("step", "evaluation"):
+        losses = [[row["loss"] for row in rows if row["kind"] == kind] for rows in (one, two)]
+        assert losses[0] == pytest.approx(losses[1], abs=1e-9)
+    results = [RunFolder(tmp_path / name).result for name in ("one", "two")]
+    assert results[0] is not None and results[1] is not None
+    assert results[0]["heldout"]["chats"] == pytest.approx(results[1]["heldout"]["chats"], abs=1e-9)
 
 
 def test_heldout_answers_are_scored_chat_by_chat(tmp_path: Path, cache: Path) -> None:
