@@ -11,6 +11,8 @@ from gatelab.cli import catalogue, long_context, machine, models, studies, train
 COMMANDS = {
     "demo": training.demo,
     "train": training.train,
+    "sft": training.sft,
+    "make-chats": training.make_chats,
     "diagnose": models.diagnose,
     "eval": models.evaluate,
     "convert": models.convert,

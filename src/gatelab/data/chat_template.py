@@ -64,7 +64,7 @@ class ChatTemplate:
         if path is None:
             return cls(PLAIN, bos_token)
         folder = path if path.is_dir() else path.parent
-        config = _tokenizer_config(folder / TOKENIZER_CONFIG)
+        config = tokenizer_config(folder)
         file = folder / TEMPLATE_FILE if path.is_dir() or path.name == TOKENIZER_CONFIG else path
         source = file.read_text(encoding="utf-8") if file.is_file() else _default_of(config.get("chat_template"))
         if source is None:
@@ -73,7 +73,7 @@ class ChatTemplate:
                 "data.chats.template out for a plain one"
             )
         try:
-            return cls(source, bos_token, _token(config.get("eos_token")))
+            return cls(source, bos_token, token_of(config, "eos_token"))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
 
@@ -227,11 +227,13 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _tokenizer_config(file: Path) -> dict[str, Any]:
+def tokenizer_config(folder: Path) -> dict[str, Any]:
+    """What a folder's ``tokenizer_config.json`` says, nothing without one; ``ValueError`` when it is damaged."""
+    file = folder / TOKENIZER_CONFIG
     if not file.is_file():
         return {}
     try:
-        content = parse_json(file.read_text(encoding="utf-8"))
+        content = parse_json(file.read_bytes())
     except ValueError:
         content = None
     if not isinstance(content, dict):
@@ -239,16 +241,17 @@ def _tokenizer_config(file: Path) -> dict[str, Any]:
     return content
 
 
+def token_of(config: dict[str, Any], name: str) -> str | None:
+    """A token of a ``tokenizer_config.json``: a text, or an object with its ``content``."""
+    found = config.get(name)
+    found = found.get("content") if isinstance(found, dict) else found
+    return found if isinstance(found, str) else None
+
+
 def _default_of(found: Any) -> str | None:
     """The template in a ``tokenizer_config.json``: a text, or the one called default of a list of them."""
     if isinstance(found, list):
         found = {one.get("name"): one.get("template") for one in found if isinstance(one, dict)}.get("default")
-    return found if isinstance(found, str) else None
-
-
-def _token(found: Any) -> str | None:
-    """A token of a ``tokenizer_config.json``: a text, or an object with its ``content``."""
-    found = found.get("content") if isinstance(found, dict) else found
     return found if isinstance(found, str) else None
 
 

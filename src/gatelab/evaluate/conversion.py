@@ -27,7 +27,8 @@ def convert_model(
     """:func:`gatelab.interop.convert` for a folder that it takes, or for a run folder.
 
     A run gives its newest checkpoint, its tokenizer in the form that transformers opens, with one BOS in front of each
-    text as in training, and for ``gatelab`` a model card. Raises ``ValueError`` for a run without a checkpoint too.
+    text as in training and the chat template of a run on chats, and for ``gatelab`` a model card. Raises ``ValueError``
+    for a run without a checkpoint too.
     """
     if not (source / "settings.yaml").is_file():
         return convert(source, destination, to, layout, max_shard_bytes, expand)
@@ -38,7 +39,7 @@ def convert_model(
     with TemporaryDirectory() as folder:
         if run.tokenizer.is_file():
             tokenizer = Tokenizer.load(run.tokenizer, run.settings.data.tokenizer.bos_token)
-            form = hugging_face_form(tokenizer)
+            form = hugging_face_form(tokenizer, run.chat_template)
             form.save_pretrained(folder)
             _generation(form).save_pretrained(folder)
         done = convert(saved[-1], destination, to, layout, max_shard_bytes, expand, beside=Path(folder))

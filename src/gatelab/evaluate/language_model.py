@@ -14,6 +14,7 @@ import tokenizers
 import torch
 from torch import nn
 
+from gatelab.data.chat_template import ChatTemplate
 from gatelab.data.tokenizer import Tokenizer
 from gatelab.evaluate.models import OpenedModel
 from gatelab.model.decoder import Decoder
@@ -21,11 +22,12 @@ from gatelab.model.decoder import Decoder
 UNIMPORTANT = ("_name_or_path", "transformers_version", "use_cache")
 
 
-def hugging_face_form(tokenizer: Tokenizer) -> Any:
+def hugging_face_form(tokenizer: Tokenizer, template: ChatTemplate | None = None) -> Any:
     """A GateLab tokenizer as ``PreTrainedTokenizerFast``: BOS in front of each text, as in training.
 
     BOS is also its EOS, because a document of packed training text ends where the BOS of the next one stands, and its
-    padding, which is always masked. Text never becomes a special token.
+    padding, which is always masked. Text never becomes a special token. With a chat ``template`` it has that and its
+    EOS; special tokens are then read in every text, because transformers gives a chat to the tokenizer as one text.
     """
     try:
         import transformers
@@ -39,10 +41,11 @@ def hugging_face_form(tokenizer: Tokenizer) -> Any:
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=backend,
         bos_token=bos,
-        eos_token=bos,
+        eos_token=bos if template is None else template.eos_token,
         pad_token=bos,
-        split_special_tokens=True,
+        split_special_tokens=template is None,
         clean_up_tokenization_spaces=False,
+        chat_template=None if template is None else template.source,
     )
 
 

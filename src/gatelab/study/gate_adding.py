@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gatelab.data.settings import DataSettings
-from gatelab.diagnose.measure import measure
 from gatelab.files import require_folder, write_atomically
 from gatelab.gates.variants import Variant, find_variant
 from gatelab.interop.add_gate import GatedStart, add_gate
@@ -17,7 +16,7 @@ from gatelab.model.decoder import Decoder
 from gatelab.study.gate_movement import GateMovement, gate_movement
 from gatelab.study.runner import ArmRun, read_arm
 from gatelab.train.checkpoint import checkpoints, load_decoder
-from gatelab.train.evaluation import score
+from gatelab.train.evaluation import measure_heldout, score
 from gatelab.train.loop import build, train
 from gatelab.train.parallel.process import cpu_threads, deterministic_kernels
 from gatelab.train.run_folder import RunFolder
@@ -115,8 +114,8 @@ def write_starts(base: Base, gate: str, folder: Path, seed: int = 0) -> list[Gat
     if RunFolder(folder).is_started:
         raise ValueError(f"{folder} holds a run; choose another folder for what is trained from it")
     starts = start_with_gate(base.decoder, gate, seed)
-    _keep_start(folder / STARTS / WITHOUT, base.decoder)
-    _keep_start(folder / STARTS / WITH, starts[-1].decoder)
+    keep_start(folder / STARTS / WITHOUT, base.decoder)
+    keep_start(folder / STARTS / WITH, starts[-1].decoder)
     _write_json(folder / START, {"gate": gate, "starts": [_facts(start) for start in starts]})
     return starts
 
@@ -136,7 +135,7 @@ def add_and_train(
     train(without, folder / WITHOUT, cache, watch)
     train(_arm(settings, starts[-1].decoder, folder / STARTS / WITH), folder / WITH, cache, watch)
     source = open_source(without, cache)
-    before = _examine(without, source)
+    before = examine(without, source)
     after = load_decoder(checkpoints(RunFolder(folder / WITH).checkpoints)[-1])
     windows = source.measured_windows(settings.train.evaluation.final_measured_windows)
     movement = gate_movement(starts[-1].decoder, after, windows)
@@ -158,7 +157,7 @@ def _require_gates(name: str, variant: Variant) -> None:
         raise ValueError(f"gate {name!r} adds nothing; name a gate, such as sdpa_elementwise_identity_start")
 
 
-def _keep_start(folder: Path, decoder: Decoder) -> None:
+def keep_start(folder: Path, decoder: Decoder) -> None:
     """Save weights to start from, or make sure that these are there."""
     if not folder.exists():
         save_start(folder, decoder)
@@ -168,13 +167,12 @@ def _keep_start(folder: Path, decoder: Decoder) -> None:
         raise ValueError(f"{folder} holds the start of another experiment; choose another folder")
 
 
-def _examine(settings: RunSettings, source: Source) -> dict[str, Any]:
+def examine(settings: RunSettings, source: Source) -> dict[str, Any]:
     """Held-out figures and measurement of the weights before the first step, as the end of a run has them."""
     with deterministic_kernels(settings.train.deterministic), cpu_threads(settings.train.threads):
         decoder, _ = build(settings, compiled=False)
         heldout = {name: score(decoder, domain).figures() for name, domain in source.heldout.items()}
-        windows = source.measured_windows(settings.train.evaluation.final_measured_windows)
-        measurement = measure(decoder, windows.inputs, documents=windows.documents)
+        measurement = measure_heldout(decoder, source, settings.train.evaluation.final_measured_windows)
     return {"heldout": heldout, "measurement": measurement.to_mapping()}
 
 
