@@ -25,6 +25,8 @@ def write_reasoning_chats(path: Path, tasks: Sequence[str], count: int, seed: in
         raise ValueError("made-up questions need the package reasoning-gym: install gatelab[reasoning]") from None
     if count < 1:
         raise ValueError(f"{count} chats of a task are none; give 1 or more")
+    if not tasks:
+        raise ValueError("no tasks are named; give names of reasoning-gym, such as chain_sum")
     for task in tasks:
         if task not in DATASETS:
             raise ValueError(f"reasoning-gym has no task {task!r}; {nearest(task, sorted(DATASETS))}")
