@@ -14,12 +14,16 @@ from gatelab.model.accounting import count_parameters
 from gatelab.model.decoder import Decoder
 from gatelab.recipes.table import resolve
 from gatelab.settings import difference
+from gatelab.study.jobs import comparison_jobs
 from gatelab.study.presets import LEFT_OUT, PAPER_NUMBERS, PRESETS, find_preset, paper_difference, plan
 from gatelab.study.presets.arms import run_of, uniform_floor
 from gatelab.study.scales import SCALES, find_scale
 from gatelab.study.study import Arm, Study
+from gatelab.train.checkpoint import path_of_step
 
-REFUSED = {("paper/sinks", "mechanism")} | {("mechanism", scale) for scale in SCALES if scale != "mechanism"}
+REFUSED = {("paper/sinks", "mechanism"), ("open/sft", "mechanism")} | {
+    ("mechanism", scale) for scale in SCALES if scale != "mechanism"
+}
 PAIRS = [(preset, scale) for preset in PRESETS for scale in SCALES if (preset, scale) not in REFUSED]
 OF_WORD = {
     "gate": ("model.gates", "model.control"),
@@ -200,6 +204,24 @@ def test_the_large_batches_have_the_papers_proportions() -> None:
         study_of("paper/dense_deep_large_batch", "paper").arm("ungated_high_rate")
     )
     assert high.train.optimizer.learning_rate == 8e-3
+
+
+def test_fine_tuning_starts_from_the_runs_that_pretraining_leaves() -> None:
+    """Folder, step and model of each arm's start, and the words that a reader may change."""
+    for scale in ("micro", "paper"):
+        study, pretraining = study_of("open/sft", scale), study_of("paper/granularity", scale)
+        folder = Path("runs/study") / f"{pretraining.name}-{pretraining.scale}"
+        jobs = {(job.arm, job.seed): job for job in comparison_jobs(pretraining)}
+        for arm in study.arms:
+            run, before = study.settings_of(arm), jobs[arm.name, 0]
+            checkpoint = path_of_step(folder / before.folder / "checkpoints", before.settings.train.steps)
+            assert run.train.start_from == str(checkpoint)
+            assert run.model == before.settings.model
+            assert run.data.chats is not None and run.data.chats.path == "chats.jsonl"
+            assert run.data.tokenizer.path == f"{folder}/ungated/seed_0/tokenizer.json"
+    changed = study_of("open/sft", "micro").changed(["data.chats.path=mine.jsonl"])
+    chats = changed.settings_of(changed.arms[1]).data.chats
+    assert chats is not None and chats.path == "mine.jsonl"
 
 
 def test_unknown_names_are_answered_with_the_nearest() -> None:

@@ -16,6 +16,7 @@ from gatelab.study.presets.models import (
     overhead,
     stability,
 )
+from gatelab.study.presets.post_training import sft
 from gatelab.study.presets.sinks import mechanism, rivals, sinks
 from gatelab.study.scales import Scale, find_scale
 from gatelab.study.study import Study
@@ -42,6 +43,7 @@ PRESETS: dict[str, Preset] = {
     **{f"paper/{preset.__name__}": preset for preset in _OF_THE_PAPER},
     "mechanism": mechanism,
     "rivals": rivals,
+    "open/sft": sft,
 }
 
 LEFT_OUT: dict[str, str] = {

@@ -1,0 +1,58 @@
+"""After training: what becomes of sinks, gates and hidden maxima when models learn to answer."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gatelab.study.presets.arms import UNGATED, compose, gated, run_of, ungated
+from gatelab.study.scales import Scale
+from gatelab.study.study import RATE, Arm, Study
+from gatelab.train.checkpoint import path_of_step
+
+PRETRAINING = "paper/granularity"
+CHATS = "chats.jsonl"
+_GATES = ("sdpa_elementwise", "sdpa_headwise")
+_SHARE = 10  # of the pretraining's steps, and of its learning rate
+
+
+def sft(scale: Scale) -> Study:
+    """Fine-tuning on chats, gated against ungated, from the runs of seed 0 that ``paper/granularity`` leaves.
+
+    Every run measures sinks, gates and hidden maxima before its first step and on to its last. Its seeds draw the
+    order of the chats, not the models: intervals are of the fine-tuning alone. The chats are ``chats.jsonl`` unless
+    ``data.chats.path=`` says otherwise.
+    """
+    run = run_of(scale, "variants")
+    if run.data.synthetic is not None:
+        raise ValueError(
+            f"preset open/sft fine-tunes models of text, and scale {scale.name} is a synthetic task; choose a larger "
+            "scale"
+        )
+    steps = run.train.steps // _SHARE
+    words = (
+        f"data.chats={{path: {CHATS}}}",
+        f"data.tokenizer.path={_pretrained(scale, UNGATED) / 'tokenizer.json'}",
+        "data.document_masks=True",
+        "data.bos_in_every_window=True",
+        _start(scale, UNGATED),
+        f"train.steps={steps}",
+        f"train.schedule.warmup_steps={steps // 10}",
+        f"train.evaluation.every={max(1, steps // 8)}",
+        f"train.evaluation.measure_every={max(1, steps // 16)}",
+        f"{RATE}={run.train.optimizer.learning_rate / _SHARE:.6g}",
+    )
+    gates = [gated(gate) for gate in _GATES]
+    arms = [Arm(name=arm.name, assignments=(*arm.assignments, _start(scale, arm.name))) for arm in gates]
+    question = "Do sinks and hidden maxima grow when a model learns to answer, and less with a gate?"
+    fields = {"metric": "first_token_attention", "assignments": words}
+    return compose(scale, "variants", "sft", question, [ungated(), *arms], **fields)
+
+
+def _pretrained(scale: Scale, arm: str) -> Path:
+    """The run folder that ``gatelab study paper/granularity --scale SCALE`` leaves of an arm's first seed."""
+    return Path("runs/study") / f"{PRETRAINING.removeprefix('paper/')}-{scale.name}" / arm / "seed_0"
+
+
+def _start(scale: Scale, arm: str) -> str:
+    checkpoint = path_of_step(_pretrained(scale, arm) / "checkpoints", run_of(scale, "variants").train.steps)
+    return f"train.start_from={checkpoint}"
