@@ -1,5 +1,6 @@
 """Every command of the README is run, in its order and in one folder, at toy size where it trains or measures."""
 
+import json
 import re
 import shlex
 import subprocess
@@ -15,6 +16,7 @@ CORPUS = "data.train={name: python_standard_library, max_bytes: 900000, heldout_
 SHORTER = {
     "train": ["train.steps=2", "train.schedule.warmup_steps=1", CORPUS, "--cache", "cache"],
     "add-gate": ["--train-steps", "2", CORPUS, "--cache", "cache"],
+    "sft": ["--epochs", "0.1", "train.sequences_per_step=2", "--cache", "cache"],
     "eval": ["--lengths", "500", "--max-new-tokens", "4"],
     "extend": ["--train-tokens", "4096", "--texts", "2", "--cache", "cache"],
     "ruler": ["--tasks", "mini_single", "--samples", "2", "--cache", "cache"],
@@ -26,14 +28,17 @@ SHORTER = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """Where all the commands run, with a text to look at."""
+    """Where all the commands run, with a text to look at and chats to learn from."""
     folder = tmp_path_factory.mktemp("newcomer")
     (folder / "text.txt").write_text(README)
+    says = [{"role": "user", "content": "What opens?"}, {"role": "assistant", "content": "The gate."}]
+    chats = [{"messages": [{**says[0], "content": f"{number}: what opens?"}, says[1]]} for number in range(90)]
+    (folder / "chats.jsonl").write_text("".join(json.dumps(chat) + "\n" for chat in chats))
     return folder
 
 
 def test_the_readme_has_commands():
-    assert len(COMMANDS) == 14
+    assert len(COMMANDS) == 15
 
 
 @pytest.mark.parametrize("command", COMMANDS)

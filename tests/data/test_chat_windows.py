@@ -209,6 +209,18 @@ def test_an_end_that_the_tokenizer_does_not_know_is_refused(tmp_path: Path) -> N
         prepared(tmp_path, template=str(tmp_path))
 
 
+def test_a_tokenizer_that_adds_spaces_is_refused(tmp_path: Path) -> None:
+    wanted = data_settings(tmp_path, list(many_chats(7)))
+    file = tmp_path / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["pre_tokenizer"]["add_prefix_space"] = True
+    file.write_text(json.dumps(content))
+    with pytest.raises(
+        ValueError, match=r"tokenizer\.json puts a space before each text, so that an answer would begin"
+    ):
+        prepare_chats(wanted)
+
+
 def test_a_template_that_hides_its_bos_is_refused(tmp_path: Path) -> None:
     (tmp_path / "t.jinja").write_text("{% if messages[0].content == 'Hello' %}{{ bos_token }}{% endif %}" + CHATML)
     with pytest.raises(ValueError, match=r"line 1: the chat template does not begin with <\|bos\|>; put it in front"):

@@ -134,6 +134,12 @@ def prepare_chats(settings: DataSettings) -> PreparedChats:
             f"the chat template's eos_token {template.eos_token!r} is no special token of the tokenizer at "
             f"{settings.tokenizer.path}; give a template with its tokenizer_config.json, or without one to end with BOS"
         )
+    ids = tokenizer.encode_batch(["a", "b"])
+    if tokenizer.decode([*ids[0], *ids[1]]) != "ab":
+        raise ValueError(
+            f"the tokenizer at {settings.tokenizer.path} puts a space before each text, so that an answer would begin "
+            "with one that nobody wrote; chats need a tokenizer without a prefix space"
+        )
     chats = read_chats(Path(wanted.path))
     tokens = [tokens_of(template.pieces(chat, tokenizer.special_pattern), tokenizer) for chat in chats]
     for chat, one in zip(chats, tokens, strict=True):
