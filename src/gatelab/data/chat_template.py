@@ -66,16 +66,16 @@ class ChatTemplate:
         folder = path if path.is_dir() else path.parent
         config = tokenizer_config(folder)
         file = folder / TEMPLATE_FILE if path.is_dir() or path.name == TOKENIZER_CONFIG else path
-        source = file.read_text(encoding="utf-8") if file.is_file() else _default_of(config.get("chat_template"))
-        if source is None:
-            raise ValueError(
-                f"no chat template at {path}: give a {TEMPLATE_FILE} or a folder that has one, or leave "
-                "data.chats.template out for a plain one"
-            )
         try:
-            return cls(source, bos_token, token_of(config, "eos_token"))
+            source = file.read_text(encoding="utf-8") if file.is_file() else _default_of(config.get("chat_template"))
+            if source is not None:
+                return cls(source, bos_token, token_of(config, "eos_token"))
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+        raise ValueError(
+            f"no chat template at {path}: give a {TEMPLATE_FILE} or a folder that has one, or leave "
+            "data.chats.template out for a plain one"
+        )
 
     def files(self) -> dict[str, str]:
         """What a folder has to hold for :meth:`load` to give the same template: names and contents."""
