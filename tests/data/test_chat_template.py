@@ -146,6 +146,9 @@ def test_what_is_no_template_is_refused(tmp_path: Path) -> None:
     (tmp_path / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(ValueError, match=r"chat_template\.jinja: the chat template is no Jinja template: "):
         ChatTemplate.load(tmp_path / "chat_template.jinja", BOS_TOKEN)
+    (tmp_path / "chat_template.jinja").write_bytes(b"\xff")
+    with pytest.raises(ValueError, match=r"chat_template\.jinja: 'utf-8' codec can't decode"):
+        ChatTemplate.load(tmp_path / "chat_template.jinja", BOS_TOKEN)
     (tmp_path / "chat_template.jinja").unlink()
     with pytest.raises(
         ValueError, match=r"^no chat template at .*: give a chat_template\.jinja or a folder that has one"

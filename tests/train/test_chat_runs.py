@@ -140,6 +140,7 @@ def train_on_rank(rank: int, settings: RunSettings, folder: Path, cache: Path) -
     train(settings, folder, cache)
 
 
+@pytest.mark.slow
 def test_two_ranks_in_two_pieces_are_the_run_of_one(tmp_path: Path, cache: Path) -> None:
     """Ranks and pieces have unequal numbers of answer tokens; the mean is over those of the whole step."""
     words = ("train.precision=float64", "train.steps=6")
