@@ -36,6 +36,7 @@ def test_contracts_hold() -> None:
         "gatelab.gates.variants",
         "gatelab.model.settings",
         "gatelab.model.matching",
+        "gatelab.evaluate.quantisation.schemes",
     ],
 )
 def test_names_load_without_torch(module: str) -> None:

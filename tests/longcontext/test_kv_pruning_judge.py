@@ -12,11 +12,12 @@ import torch
 from pruned_models import VOCABULARY, build_decoder, whole_logits
 
 from gatelab.data.settings import CorpusSettings
+from gatelab.evaluate.intervals import mean_interval
 from gatelab.evaluate.model_tokenizer import ModelTokenizer
 from gatelab.evaluate.models import OpenedModel
 from gatelab.evaluate.texts import file_text
 from gatelab.longcontext.kv_pruning import judge as judging
-from gatelab.longcontext.kv_pruning.judge import Verdict, judge, mean_interval, parse_budgets, parse_presses
+from gatelab.longcontext.kv_pruning.judge import Verdict, judge, parse_budgets, parse_presses
 from gatelab.longcontext.kv_pruning.report import (
     ablation_rows,
     figure_rows,

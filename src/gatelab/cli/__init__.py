@@ -14,6 +14,7 @@ COMMANDS = {
     "sft": training.sft,
     "make-chats": training.make_chats,
     "diagnose": models.diagnose,
+    "quantise": models.quantise,
     "eval": models.evaluate,
     "convert": models.convert,
     "add-gate": models.add_gate,

@@ -1,4 +1,4 @@
-"""The commands that take a model: look inside, evaluate, convert, add a gate."""
+"""The commands that take a model: look inside, quantise, evaluate, convert, add a gate."""
 
 from __future__ import annotations
 
@@ -49,6 +49,48 @@ def diagnose(
         for line in (result.name, *mapping["verdict"]["sentences"]):
             console.print(safe_for_terminal(line), markup=False, highlight=False)
     console.print(to_terminal(verdict_table([one.result for one in diagnoses])))
+    console.print(f"Report: {page.resolve()}", soft_wrap=True, markup=False)
+
+
+def quantise(
+    model: Annotated[str, typer.Argument(help=MODEL)],
+    compare: Annotated[str | None, typer.Option(help="a second model, on the same text")] = None,
+    schemes: Annotated[
+        str, typer.Option(help="names with commas; docs/quantisation.md has them")
+    ] = "w8a8,w8a8_per_token,w4a4,fp8,int8_weights",
+    text: Annotated[Path | None, typer.Option(help="measure on this text (.txt, .jsonl, .parquet)")] = None,
+    corpus: Annotated[str | None, typer.Option(help="or on the held-out part of this corpus, by name")] = None,
+    length: Annotated[int, typer.Option(help="tokens of a sample")] = 512,
+    samples: Annotated[int, typer.Option(help="texts that are scored, one after another in the source")] = 16,
+    calibration: Annotated[int, typer.Option(help="texts after them that give static ranges")] = 8,
+    keep_gates: Annotated[
+        bool, typer.Option("--keep-gates", help="leave the linear layers of gates as they are")
+    ] = False,
+    out: Annotated[Path | None, typer.Option(help="folder to write; runs/quantisation/NAME when left out")] = None,
+    cache: Cache = DEFAULT_CACHE,
+) -> None:
+    """Round weights and activations to few levels in several simulated ways and report what each costs."""
+    from gatelab.data.settings import CorpusSettings
+    from gatelab.evaluate.quantisation.report import FILES, quantisation_table, write_quantisation
+    from gatelab.evaluate.quantisation.schemes import parse_schemes
+    from gatelab.evaluate.quantisation.trial import QuantisationTrial, quantise_models
+    from gatelab.evaluate.texts import file_text
+    from gatelab.files import default_folder
+    from gatelab.report.folder import require_replaceable
+    from gatelab.report.tables import to_terminal
+
+    if text is not None and corpus is not None:
+        raise ValueError(f"--text {text} and --corpus {corpus} are two texts; give one of them")
+    source = CorpusSettings.parse({"name": corpus} if corpus else {}) if text is None else file_text(text)
+    trial = QuantisationTrial(
+        source, cache.expanduser(), parse_schemes(schemes), length, samples, calibration, gates=not keep_gates
+    )
+    names = [model] if compare is None else [model, compare]
+    folder, console = out or default_folder("quantisation", names), Console()
+    require_replaceable(folder, FILES)
+    models = quantise_models(names, trial, lambda line: console.print(line, markup=False, highlight=False))
+    page = write_quantisation(folder, models, shlex.join(["gatelab", *sys.argv[1:]]))
+    console.print(to_terminal(quantisation_table(models)))
     console.print(f"Report: {page.resolve()}", soft_wrap=True, markup=False)
 
 

@@ -5,6 +5,7 @@ The names are a contract: commands, studies and reports refer to them.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -12,6 +13,7 @@ from pydantic import Field, model_validator
 from gatelab.settings import Settings, nearest
 
 FEWEST_BITS, MOST_BITS = 2, 8
+Axes = Mapping[str, object]
 
 
 class Levels(Settings):
@@ -34,6 +36,13 @@ class Levels(Settings):
             raise ValueError(f"{self.kind} has 8 bits and is symmetric; leave bits and symmetric out, or take integer")
         return self
 
+    @property
+    def description(self) -> str:
+        """In words, for a table."""
+        if self.kind != "integer":
+            return self.kind
+        return f"int{self.bits}{'' if self.symmetric else ' asymmetric'}"
+
 
 class WeightRounding(Settings):
     """A weight's levels, and which of its values share a range: all, an output channel's, or so many inputs of one."""
@@ -49,6 +58,12 @@ class WeightRounding(Settings):
         if self.levels.kind == "torchao_int8" and self.per != "channel":
             raise ValueError(f"torchao_int8 has a step for each channel, not per={self.per}; take per=channel")
         return self
+
+    @property
+    def description(self) -> str:
+        """In words, for a table."""
+        shared = self.per if self.group_size is None else f"group of {self.group_size}"
+        return f"{self.levels.description} per {shared}"
 
 
 class ActivationRounding(Settings):
@@ -73,6 +88,12 @@ class ActivationRounding(Settings):
         if self.levels.kind == "torchao_int8":
             raise ValueError("torchao_int8 is for weights; take integer for activations")
         return self
+
+    @property
+    def description(self) -> str:
+        """In words, for a table."""
+        how = "dynamic" if not self.static else f"static, tails of {self.tail:g}" if self.tail else "static"
+        return f"{self.levels.description} per {self.per}, {how}"
 
 
 class Scheme(Settings):
@@ -113,7 +134,7 @@ def parse_schemes(words: str) -> tuple[str, ...]:
     return names
 
 
-def _scheme(origin: str, /, weights: dict[str, object] | None, activations: dict[str, object] | None = None) -> Scheme:
+def _scheme(origin: str, /, weights: Axes, activations: Axes | None = None) -> Scheme:
     return Scheme.parse({"origin": origin, "weights": weights, "activations": activations})
 
 
@@ -121,7 +142,7 @@ _INT4, _ASYMMETRIC_INT4 = {"bits": 4}, {"bits": 4, "symmetric": False}
 _ASYMMETRIC, _E4M3 = {"symmetric": False}, {"kind": "e4m3"}
 
 
-def _by(per: str, /, levels: dict[str, object] | None = None, **others: object) -> dict[str, object]:
+def _by(per: str, /, levels: Axes | None = None, **others: object) -> Axes:
     return {"per": per, "levels": levels or {}, **others}
 
 

@@ -53,7 +53,7 @@ def quantised(
     Static ranges are those of the unquantised model on the ``calibration`` windows. Gives the share of clipped inputs
     of each layer, which fills as the model reads; it is empty where ranges are dynamic, which clip nothing. Raises
     ``ValueError``, before any pass, as :func:`linear_layers` and :func:`require_roundable` do and for a calibration
-    that is missing or too short for the scheme.
+    that is missing or too short (:func:`require_calibration`).
     """
     layers = linear_layers(model, gates)
     require_roundable(layers, scheme)
@@ -80,17 +80,10 @@ def calibrate(
 ) -> dict[Place, Range]:
     """The static range of each layer's input: beyond each end lies a share of ``tail`` of the values, rounded down.
 
-    A symmetric range is of |x|. Raises ``ValueError`` for no tokens, for too few to have such a tail, and for a layer
-    that none of them reaches.
+    A symmetric range is of |x|. Raises ``ValueError`` as :func:`require_calibration` does, and for a layer that no
+    token reaches.
     """
-    if tokens is None or not tokens.numel():
-        raise ValueError("static ranges are measured on a text, and there is none; give windows to calibrate on")
-    narrowest = min(linear.in_features for linear in layers.values())
-    if rounding.tail and tokens.numel() * narrowest * rounding.tail < 1:
-        raise ValueError(
-            f"{tokens.numel()} tokens with {narrowest} inputs have no value in a tail of {rounding.tail:g}; "
-            f"calibrate on at least {int(1 / (narrowest * rounding.tail)) + 1} tokens"
-        )
+    tokens = require_calibration(layers, rounding, tokens)
     symmetric = rounding.levels.symmetric
     ends = {place: (_End(tokens.numel(), rounding.tail), _End(tokens.numel(), rounding.tail)) for place in layers}
 
@@ -107,6 +100,21 @@ def calibrate(
     if unreached := [place for place, (high, _) in ends.items() if not high.count]:
         raise ValueError(f"no token to calibrate on reaches {unreached[0]}; calibrate on more text")
     return {place: range_of(-low.value, high.value, rounding.levels) for place, (high, low) in ends.items()}
+
+
+def require_calibration(
+    layers: Mapping[Place, nn.Linear], rounding: ActivationRounding, tokens: Int[Tensor, "M T"] | None
+) -> Int[Tensor, "M T"]:
+    """The windows to calibrate on; ``ValueError`` when there are none, or too few tokens to have a tail."""
+    if tokens is None or not tokens.numel():
+        raise ValueError("static ranges are measured on a text, and there is none; give windows to calibrate on")
+    narrowest = min(linear.in_features for linear in layers.values())
+    if rounding.tail and tokens.numel() * narrowest * rounding.tail < 1:
+        raise ValueError(
+            f"{tokens.numel()} tokens with {narrowest} inputs have no value in a tail of {rounding.tail:g}; "
+            f"calibrate on at least {int(1 / (narrowest * rounding.tail)) + 1} tokens"
+        )
+    return tokens
 
 
 class _End:

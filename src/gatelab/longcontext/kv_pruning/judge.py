@@ -7,14 +7,11 @@ same number of keys. Both score the same tokens of the continuation, so that dif
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator, Sequence
-from statistics import fmean, stdev
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
 from jaxtyping import Float, Int
-from scipy.special import stdtrit
 from torch import Tensor, nn
 
 from gatelab.evaluate.models import OpenedModel, open_model, short_names
@@ -28,14 +25,6 @@ from gatelab.model.perplexity import token_nats
 
 DEFAULT_PRESSES = "random,streaming_llm,key_norm,h2o,snapkv,tova,attention_value"
 METRICS = {LOSS: "loss over the unpruned model's", DIVERGENCE: "KL from the unpruned model"}
-
-
-class Interval(NamedTuple):
-    """A mean over samples with its 95 % t interval."""
-
-    mean: float
-    low: float
-    high: float
 
 
 class Verdict(NamedTuple):
@@ -55,13 +44,6 @@ class Verdict(NamedTuple):
         """The figure of each sample, in their order."""
         wanted = (arm, use, budget, metric)
         return [score.value for score in self.scores if (score.arm, score.use, score.budget, score.metric) == wanted]
-
-
-def mean_interval(values: Sequence[float]) -> Interval:
-    """mean -/+ t s / sqrt(n), t the 0.975 quantile of Student's distribution with n - 1 degrees of freedom."""
-    count, mean = len(values), fmean(values)
-    half = float(stdtrit(count - 1, 0.975)) * stdev(values) / math.sqrt(count)
-    return Interval(mean, mean - half, mean + half)
 
 
 def parse_presses(words: str | None) -> tuple[str, ...]:

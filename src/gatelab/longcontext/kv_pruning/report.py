@@ -8,7 +8,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from gatelab.longcontext.kv_pruning.judge import METRICS, Verdict, mean_interval
+from gatelab.evaluate.intervals import mean_interval
+from gatelab.longcontext.kv_pruning.judge import METRICS, Verdict
 from gatelab.longcontext.kv_pruning.trial import ANSWERS, DECODING, FOUND, LOSS, PREFILL, Arm
 from gatelab.report.charts import Reference, line_chart
 from gatelab.report.folder import to_csv, write_report
@@ -54,7 +55,7 @@ def figure_rows(verdict: Verdict) -> list[dict[str, Any]]:
         rows.append(
             {"model": verdict.name, **arm._asdict(), "label": arm.label, **where}
             | interval._asdict()
-            | {"interval": (interval.low, interval.high), "samples": len(values)}
+            | {"interval": interval.ends, "samples": len(values)}
         )
     return rows
 
@@ -73,7 +74,7 @@ def ablation_rows(verdict: Verdict) -> list[dict[str, Any]]:
                     rows.append(
                         {"pair": f"{arm.label} - {plain.label}", "use": use, "budget": budget}
                         | interval._asdict()
-                        | {"interval": (interval.low, interval.high)}
+                        | {"interval": interval.ends}
                     )
     return rows
 
