@@ -18,7 +18,7 @@ from gatelab.study.presets.paper_numbers import PAPER_NUMBERS, PaperRow
 from gatelab.study.runner import CONDITIONS, read_conditions, read_results
 from gatelab.study.statistics import Estimate, compare_on_documents, t_interval
 from gatelab.study.status import StudyStatus, open_study, read_rates, status
-from gatelab.study.study import Study
+from gatelab.study.study import LOGITS_ERROR, PROBES, QUANTISATION_COST, Study
 
 Direction = Literal["agrees", "disagrees", "can't tell"]
 Runs = Mapping[str, Sequence[JobResult]]
@@ -252,9 +252,11 @@ def _value(result: JobResult, quantity: Callable[[JobResult], float | None]) -> 
 
 
 def _quantity(key: str) -> Quantity:
-    name, bracket, query_set = key.partition("[")
+    name, bracket, inside = key.removesuffix("]").partition("[")
     title, format, paper = _MEASURED.get(name, _MEASURED[LOSS])
-    return Quantity(key, f"{title} of {query_set.rstrip(']')} queries" if bracket else title, format, paper)
+    if bracket:
+        title += f", {inside}" if key in PROBES else f" of {inside} queries"
+    return Quantity(key, title, format, paper)
 
 
 _Description = tuple[str, str, Callable[[PaperRow], float | None]]
@@ -280,4 +282,6 @@ _MEASURED: dict[str, _Description] = {
     "largest_activation": ("largest |h|", ",.1f", _nothing),
     "mean_activation_maximum": ("largest |h|, mean over layers", ",.1f", lambda row: row.largest_activation),
     "gate_mean": ("mean gate score", ".3f", lambda row: row.mean_gate),
+    QUANTISATION_COST: ("nats per token that rounding adds", ".4f", _nothing),
+    LOGITS_ERROR.partition("[")[0]: ("error of the logits", ".5f", _nothing),
 }

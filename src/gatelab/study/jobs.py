@@ -20,7 +20,7 @@ from gatelab.train.run_folder import RunFolder
 from gatelab.train.settings import RunSettings
 from gatelab.train.watch import Unwatched, Watch
 
-DIVERGED = "diverged.json"
+DIVERGED, PROBED = "diverged.json", "probes.json"
 Purpose = Literal["tuning", "comparison"]
 
 
@@ -171,7 +171,8 @@ def read_result(job: Job, study_folder: Path) -> JobResult:
     loss, documents = _scores(job, run, result)
     cost = (result["training_seconds"], result["tokens"], result["parameters"])
     flops = result["flops_per_token_training"] * result["tokens"]
-    return JobResult(*known, loss, documents, result["measurement"], None, *cost, flops)
+    measurement = result["measurement"] | _probes(folder)
+    return JobResult(*known, loss, documents, measurement, None, *cost, flops)
 
 
 def read_documents(run: RunFolder) -> dict[str, DocumentScores]:
@@ -181,6 +182,17 @@ def read_documents(run: RunFolder) -> dict[str, DocumentScores]:
     return {
         domain: DocumentScores(*(tensors[f"{domain}/{part}"] for part in DocumentScores._fields)) for domain in domains
     }
+
+
+def _probes(folder: Path) -> dict[str, float]:
+    """What :mod:`gatelab.study.probes` found of a run; nothing where the study asks for none, or not yet."""
+    file = folder / PROBED
+    if not file.exists():
+        return {}
+    try:
+        return {metric: float(value) for metric, value in json.loads(file.read_text(encoding="utf-8")).items()}
+    except (ValueError, TypeError, AttributeError):
+        raise ValueError(f"{file} is unreadable; delete it to probe the run again") from None
 
 
 def _scores(job: Job, run: RunFolder, result: Mapping[str, Any]) -> tuple[float, DocumentScores | None]:

@@ -26,9 +26,10 @@ from gatelab.study.jobs import (
     tuning_jobs,
 )
 from gatelab.study.learning_rates import choose_learning_rates
+from gatelab.study.probes import is_probed, probe_runs, require_probeable
 from gatelab.study.statistics import DocumentScores, TextDifference, compare_on_documents
 from gatelab.study.status import LOCK, RATES, StudyStatus, known_jobs, open_study, read_rates, status_of
-from gatelab.study.study import STEP_SECONDS, Study
+from gatelab.study.study import PROBES, STEP_SECONDS, Study
 from gatelab.train.metrics import read_metrics
 from gatelab.train.run_folder import DECIDES_BITS, STUDY_FILE, RunFolder
 from gatelab.train.watch import Watch
@@ -79,7 +80,8 @@ def conduct(
     ``study.yaml``, ``conditions.json``, a run folder for each job, and with a grid ``learning_rates.json``.
 
     Raises ``ValueError`` when the folder holds another study, a run, or runs of other settings or data; when the
-    conditions are unequal (:func:`check_conditions`); when no rate can be chosen (:func:`choose_learning_rates`); and
+    conditions are unequal (:func:`check_conditions`) or a probe that is the metric is impossible
+    (:func:`require_probeable`); when no rate can be chosen (:func:`choose_learning_rates`); and
     as :func:`gatelab.train.loop.train` does. Only the grid may be extended, as long as no rate is chosen: seeds that
     are added after a look at the results would make false positives likelier than stated.
     """
@@ -88,6 +90,8 @@ def conduct(
         raise ValueError(f"study {study.name} times its arms in turns, not in runs: use measure_overhead")
     require_folder(cache)
     _require_same_study(study, folder)
+    if study.metric in PROBES:
+        require_probeable(study, cache)
     begun = (folder / STUDY_FILE, folder / CONDITIONS, folder / LOCK)
     with kept_if_used(folder, *begun, lock=_only_driver_of(folder)):
         remove_leftovers(folder)
@@ -99,7 +103,11 @@ def conduct(
         if study.learning_rates and read_rates(folder) is None:
             chosen = {arm: rate.to_mapping() for arm, rate in choose_learning_rates(study, tuned).items()}
             write_atomically(folder / RATES, json.dumps(chosen, indent=1) + "\n")
-        return tuned + phases.run(comparison_jobs(study, read_rates(folder)))
+        jobs = comparison_jobs(study, read_rates(folder))
+        compared = phases.run(jobs)
+        if study.metric in PROBES:
+            compared = probe_runs(study, jobs, folder, cache)
+        return tuned + compared
 
 
 def run_study(study: Study, folder: Path, cache: Path, watch: Watch | None = None) -> list[ArmRun]:
@@ -131,10 +139,11 @@ def read_arm(folder: Path) -> ArmRun:
 
 
 def read_results(folder: Path) -> list[JobResult]:
-    """The results of all jobs of a study that are finished so far."""
+    """The results of all jobs of a study that are finished so far, and probed where its metric is a probe."""
     study = open_study(folder)
     jobs = known_jobs(study, folder)
-    return [read_result(job, folder) for job in jobs if is_finished(folder / job.folder)]
+    results = [read_result(job, folder) for job in jobs if is_finished(folder / job.folder)]
+    return [one for one in results if is_probed(study, one)]
 
 
 def read_conditions(folder: Path) -> list[Conditions]:

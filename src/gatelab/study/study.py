@@ -8,6 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
+from gatelab.evaluate.quantisation.schemes import SCHEMES
 from gatelab.recipes.table import resolve
 from gatelab.settings import Settings, nearest
 from gatelab.study.contrasts import MIN_SEEDS
@@ -15,7 +16,10 @@ from gatelab.train.settings import RunSettings
 
 NAME = r"^\w[\w.-]*$"
 STEP_SECONDS = "step_seconds"
-METRICS = ("heldout_loss", "first_token_attention", "first_token_attention[SET]", STEP_SECONDS)
+LOGITS_ERROR, QUANTISATION_COST = "logits_error[bfloat16_against_float32]", "quantisation_cost"
+PROBES = (LOGITS_ERROR, *(f"{QUANTISATION_COST}[{scheme}]" for scheme in SCHEMES))
+"""Metrics that are measured on a finished run's checkpoint (gatelab.study.probes)."""
+METRICS = ("heldout_loss", "first_token_attention", "first_token_attention[SET]", STEP_SECONDS, *PROBES)
 METRIC = re.compile(rf"heldout_loss|first_token_attention(\[[\w-]+\])?|{STEP_SECONDS}")
 SMALLEST_GRID = 3
 RATE, SEED = "train.optimizer.learning_rate", "train.seed"
@@ -49,8 +53,9 @@ class Study(Settings):
     metric: str = Field(
         default="heldout_loss",
         description="what verdicts are about: nats per token, the first-token attention of the worst layer, or that "
-        "of a set of queries that the task names, as first_token_attention[other]; or the time of a step, all arms in "
-        "turns (gatelab.study.overhead)",
+        "of a set of queries that the task names, as first_token_attention[other]; what a scheme of quantisation adds "
+        "to the loss, as quantisation_cost[w8a8]; bfloat16's relative error of the logits; or the time of a step, all "
+        "arms in turns (gatelab.study.overhead)",
     )
     smallest_difference: float | None = Field(
         default=None, gt=0, description="the smallest difference that matters, in the metric's unit"
@@ -84,7 +89,7 @@ class Study(Settings):
 
     @model_validator(mode="after")
     def _check_metric(self) -> Self:
-        if not METRIC.fullmatch(self.metric):
+        if self.metric not in PROBES and not METRIC.fullmatch(self.metric):
             raise ValueError(f"metric {self.metric!r} is unknown; {nearest(self.metric, METRICS)}")
         return self
 

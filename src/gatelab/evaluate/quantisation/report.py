@@ -70,7 +70,7 @@ def quantisation_table(models: Sequence[QuantisedModel]) -> Table:
         Column("perplexity", "perplexity", ",.3f"),
         Column("cost", "cost", "+.4f", "nats"),
         Column("interval", "95 %", "+.4f"),
-        Column("ratio", "perplexity, times", ".4f"),
+        Column("ratio", "perplexity, times", ",.4g"),
         Column("clipped", "clipped", ".2%"),
     ]
     caption = (

@@ -16,6 +16,7 @@ from gatelab.study.presets.models import (
     overhead,
     stability,
 )
+from gatelab.study.presets.open_questions import quantisation
 from gatelab.study.presets.post_training import sft
 from gatelab.study.presets.sinks import mechanism, rivals, sinks
 from gatelab.study.scales import Scale, find_scale
@@ -44,6 +45,7 @@ PRESETS: dict[str, Preset] = {
     "mechanism": mechanism,
     "rivals": rivals,
     "open/sft": sft,
+    "open/quantisation": quantisation,
 }
 
 LEFT_OUT: dict[str, str] = {
