@@ -22,6 +22,7 @@ SHORTER = {
     "ruler": ["--tasks", "mini_single", "--samples", "2", "--cache", "cache"],
     "stream": ["--text", "text.txt", "--window", "32", "--tokens", "200"],
     "prune": ["--text", "text.txt", "--context", "64", "--continuation", "8", "--samples", "2", "--presses", "h2o"],
+    "quantise": ["--text", "text.txt", "--length", "64", "--samples", "3", "--calibration", "2"],
     "diagnose": ["--text", "text.txt", "--length", "64", "--samples", "2"],
 }
 

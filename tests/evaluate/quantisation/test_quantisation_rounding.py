@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,6 +196,16 @@ def test_schemes_without_a_meaning_are_refused(scheme: dict[str, Any], message: 
     with pytest.raises(ValueError) as error:
         Scheme.parse({"origin": "here", **scheme})
     assert message in str(error.value)
+
+
+def test_the_documentation_has_every_scheme() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "quantisation.md").read_text(encoding="utf-8")
+    rows = re.findall(r"^\| `(\w+)` \| ([^|]*) \| ([^|]*) \| ([^|]*) \|$", text, re.MULTILINE)
+    parts = [(one.weights, one.activations) for one in SCHEMES.values()]
+    described = [[part.description if part else "" for part in both] for both in parts]
+    assert [tuple(map(str.strip, row)) for row in rows if row[1] and "+" not in row[1]] == [
+        (name, *words, scheme.origin) for (name, scheme), words in zip(SCHEMES.items(), described, strict=True)
+    ]
 
 
 def test_schemes_survive_their_file() -> None:
