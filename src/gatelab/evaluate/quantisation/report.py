@@ -25,8 +25,9 @@ LAYER_COLUMNS = ("model", "scheme", "layer", "linear", "metric", "value", "token
 _METHOD = (
     "Simulated: weights of the linear layers inside the decoder's layers, and what these layers read, are rounded to "
     "the levels that the scheme's integers or float8 values stand for; products and sums are float32. Attention "
-    "itself, norms, residual sums, embedding, head and routers are not rounded. So this is about accuracy alone: it "
-    "says nothing of speed or memory, and a kernel that also rounds its sums can do worse.\n\n"
+    "itself, norms, residual sums, embedding, head, routers, and experts whose weights are one tensor are not rounded. "
+    "So this is about accuracy alone: it says nothing of speed or memory, and a kernel that also rounds its sums can "
+    "do worse.\n\n"
     "Static ranges are those of the unquantised model on other windows of the same text. Intervals are 95 % t "
     "intervals over texts: of this text, for these weights. They say nothing about other seeds of training."
 )
