@@ -31,7 +31,7 @@ from gatelab.model.decoder import Decoder
 from gatelab.model.initialization import initialize
 from gatelab.model.masks import PADDING
 from gatelab.model.perplexity import token_nats
-from gatelab.model.settings import LayerSettings, MixtureSettings, ModelSettings, SinkSettings
+from gatelab.model.settings import LatentSettings, LayerSettings, MixtureSettings, ModelSettings, SinkSettings
 from gatelab.train.optimizer import build_optimizer, set_learning_rate
 from gatelab.train.parallel.mesh import ALONE, Ranks, running_ranks
 from gatelab.train.parallel.placement import place
@@ -78,6 +78,12 @@ def spread_model(gate: str = "none", **changes: object) -> ModelSettings:
         "control": variant.control,
     }
     return ModelSettings(**{**sizes, **changes})  # type: ignore[arg-type]
+
+
+def spread_latents(query_rank: int | None, **changes: object) -> ModelSettings:
+    """The same with latent attention."""
+    latent = LatentSettings(query_rank=query_rank, key_value_rank=12, unrotated_size=7, rotated_size=4, value_size=9)
+    return spread_model(num_kv_heads=8, head_size=11, qk_norm=False, latent=latent, **changes)
 
 
 def train_settings(precision: str = "float64", **changes: object) -> TrainSettings:
@@ -222,6 +228,7 @@ def layout_cases() -> list[Case]:
     shared = (GateSpec(position="value", source="value", sharing="head_shared", bias=0.2),)
     logits = (GateSpec(position="key", source="parameter", sharing="head_shared", initialization="zeros"),)
     from_output = (GateSpec(position="dense_output", source="attention_output"),)
+    on_latents = (GateSpec(source="value"), GateSpec(position="value", granularity="headwise"), *logits)
     biased = {"biased_projections": ("q", "k", "v", "o"), "qk_norm": False, "tied_head": False}
     return [
         Case("gated", 2, {"shard": 2}, spread_model("sdpa_elementwise")),
@@ -231,6 +238,8 @@ def layout_cases() -> list[Case]:
         Case("whole key/value heads", 2, {"tensor": 2}, spread_model("sdpa_from_value", centred_norms=True)),
         Case("recomputed", 2, {"shard": 2}, spread_model("sdpa_headwise", mixture=MIXTURE), recompute=True),
         Case("recomputed", 2, {"tensor": 2}, spread_model("value_headwise"), recompute=True),
+        Case("latents", 2, {"tensor": 2}, spread_latents(None)),
+        Case("gated latents", 2, {"tensor": 2}, spread_latents(10, gates=on_latents)),
         Case("gated", 4, {"shard": 4}, spread_model("sdpa_headwise")),
         Case("gated", 4, {"replicate": 2, "shard": 2}, spread_model("query_headwise")),
         Case("gated", 4, {"shard": 2, "tensor": 2}, spread_model("sdpa_and_value_headwise")),

@@ -35,7 +35,7 @@ def block_settings(
         rope=RopeSettings(fraction=rope_fraction),
         gates=gates,
         control=control,
-        **shape.to_mapping(),
+        **shape.model_dump(exclude={"value_size"}),
     )
 
 

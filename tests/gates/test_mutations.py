@@ -47,24 +47,24 @@ HEADS = "self.projection(x).unflatten(-1, (-1, self.channels))"
 SHARED = "return activation(logits).mean(dim=2, keepdim=True)"
 ATTEND = """\
         output = self.kernel(query, key, value, mask, self.causal, self.sink)
-        sources["attention_output"] = output.flatten(2)
-        gated = self._gate("sdpa_output", self.control(output), sources, scores)
+        gating.sources["attention_output"] = output.flatten(2)
+        gated = gating.apply("sdpa_output", self.control(output))
 """
 GATED_QUERY = """\
-        query = self._gate("sdpa_output", query, sources, scores)
+        query = gating.apply("sdpa_output", query)
         output = self.kernel(query, key, value, mask, self.causal, self.sink)
-        sources["attention_output"] = output.flatten(2)
+        gating.sources["attention_output"] = output.flatten(2)
         gated = self.control(output)
 """
-VALUE = """\
-        sources = {"hidden": x, "value": value.flatten(2)}
-        scores: dict[str, Tensor] = {}
-        value = self._gate("value", value, sources, scores)
+MADE = "gating = Gating(self.gates, x, value)"
+VALUE = f"""\
+        {MADE}
+        value = gating.apply("value", value)
 """
 GATED_VALUE_AS_SOURCE = (
     VALUE
     + """\
-        sources["value"] = value.flatten(2)
+        gating.sources["value"] = value.flatten(2)
 """
 )
 
@@ -80,23 +80,23 @@ MUTATIONS = {
         GATE, HEADS, "self.projection(x).unflatten(-1, (self.channels, -1)).transpose(2, 3)"
     ),
     "scores not widened": Mutation(GATE, 'self.spec.score_dtype == "float32"', "False"),
-    "gate from the value": Mutation(ATTENTION, '"hidden": x,', '"hidden": value.flatten(2),', ONE_WIDTH_TESTS),
-    "gate from the key for the value": Mutation(ATTENTION, '"value": value.flatten(2)}', '"value": key.flatten(2)}'),
+    "gate from the value": Mutation(ATTENTION, MADE, MADE.replace("x", "value.flatten(2)"), ONE_WIDTH_TESTS),
+    "gate from the key for the value": Mutation(ATTENTION, MADE, MADE.replace("value", "key")),
     "gate from the query for the output": Mutation(
         ATTENTION, '["attention_output"] = output.flatten(2)', '["attention_output"] = query.flatten(2)'
     ),
-    "gate from the previous token": Mutation(ATTENTION, '"hidden": x,', '"hidden": x.roll(1, dims=1),'),
-    "gate from a rescaled hidden state": Mutation(ATTENTION, '"hidden": x,', '"hidden": F.rms_norm(x, x.shape[-1:]),'),
+    "gate from the previous token": Mutation(ATTENTION, MADE, MADE.replace("x", "x.roll(1, dims=1)")),
+    "gate from a rescaled hidden state": Mutation(ATTENTION, MADE, MADE.replace("x", "F.rms_norm(x, x.shape[-1:])")),
     "gate from the gated value": Mutation(ATTENTION, VALUE, GATED_VALUE_AS_SOURCE),
     "gate before softmax": Mutation(ATTENTION, ATTEND, GATED_QUERY),
     "gate before the control": Mutation(
         ATTENTION,
-        'self._gate("sdpa_output", self.control(output), sources, scores)',
-        'self.control(self._gate("sdpa_output", output, sources, scores))',
+        'gating.apply("sdpa_output", self.control(output))',
+        'self.control(gating.apply("sdpa_output", output))',
     ),
     "query gate on the other side of the rotation": Mutation(
         ATTENTION,
-        'return self._gate(position, y, sources, scores, "after_rope")',
+        'return gating.apply(position, y, "after_rope")',
         "return y",
     ),
 }

@@ -9,7 +9,14 @@ from gatelab.gates.spec import GateSpec
 from gatelab.gates.variants import find_variant
 from gatelab.model.decoder import Decoder
 from gatelab.model.initialization import initialize
-from gatelab.model.settings import LayerSettings, MixtureSettings, ModelSettings, RopeSettings, SinkSettings
+from gatelab.model.settings import (
+    LatentSettings,
+    LayerSettings,
+    MixtureSettings,
+    ModelSettings,
+    RopeSettings,
+    SinkSettings,
+)
 
 B, T, V = 3, 17, 97
 MIXTURE = MixtureSettings(num_experts=5, experts_per_token=2, expert_width=24, shared_width=28)
@@ -32,6 +39,22 @@ def tiny_settings(gate: str = "none", **changes: object) -> ModelSettings:
         "control": variant.control,
     }
     return ModelSettings(**{**sizes, **changes})  # type: ignore[arg-type]
+
+
+def latent_settings(
+    gate: str = "none", query_rank: int | None = 11, value_size: int = 9, **changes: object
+) -> ModelSettings:
+    """A decoder with latent attention: of 14 channels 4 rotate, and the latents' norms have an epsilon of their own."""
+    latent = LatentSettings(
+        query_rank=query_rank,
+        key_value_rank=12,
+        unrotated_size=10,
+        rotated_size=4,
+        value_size=value_size,
+        norm_epsilon=1e-3,
+    )
+    sizes = {"num_kv_heads": 6, "head_size": 14, "qk_norm": False, "latent": latent}
+    return tiny_settings(gate, **{**sizes, **changes})
 
 
 def tiny_decoder(settings: ModelSettings, dtype: torch.dtype = torch.float64, seed: int = 0) -> Decoder:
@@ -128,3 +151,12 @@ SINKS: dict[str, ModelSettings] = {
     "learned key and value": tiny_settings(sink=SinkSettings(kind="learned_key_value"), layers=_WINDOWED),
 }
 ARCHITECTURES.update(SINKS)
+
+LATENTS: dict[str, ModelSettings] = {
+    "latents": latent_settings(layers=(LayerSettings(window=5), LayerSettings(rotary=False))),
+    "latents, gate on the output": latent_settings("sdpa_elementwise", query_rank=None, mixture=MIXTURE),
+    "latents, gate on the value": latent_settings("sdpa_and_value_headwise"),
+    "latents, gate on the key": latent_settings("key_elementwise", value_size=14),
+    "latents, gate from the values": latent_settings("sdpa_from_value", value_size=16, sandwich_norm=True),
+}
+ARCHITECTURES.update(LATENTS)

@@ -18,7 +18,7 @@ from gatelab.model.activations import Piece, activation_bytes, layer_activations
 from gatelab.model.decoder import Decoder
 from gatelab.model.initialization import initialize
 from gatelab.model.perplexity import token_nats
-from gatelab.model.settings import MixtureSettings
+from gatelab.model.settings import LatentSettings, MixtureSettings
 from gatelab.recipes.table import resolve
 from gatelab.train.dry_run import build_shards, fake_process_group
 from gatelab.train.hardware import GPUS, Gpu, find_gpu
@@ -87,6 +87,27 @@ def test_a_rank_stores_the_planned_weights(gate: str) -> None:
     run = spread_run("train.parallel.tensor=4", gate=gate)
     planned = count_rank_parameters(run.model, run.train.parallel).total
     assert {shard.parameters for shard in build_shards(run, 4)} == {planned}
+
+
+@pytest.mark.parametrize("gate", ["none", "sdpa_elementwise", "sdpa_from_value", "value_elementwise", "key_headwise"])
+@pytest.mark.parametrize("query_rank", [None, 11])
+def test_a_rank_of_latent_attention_stores_and_keeps_what_is_planned(query_rank: int | None, gate: str) -> None:
+    """Heads are split over four ranks, latents and the shared key are whole on each."""
+    sizes = {"key_value_rank": 12, "unrotated_size": 6, "rotated_size": 4, "value_size": 7}
+    latent = LatentSettings(query_rank=query_rank, **sizes)
+    run = spread_run("train.parallel.tensor=4", gate=gate, num_kv_heads=8, qk_norm=False, latent=latent)
+    planned = count_rank_parameters(run.model, run.train.parallel).total
+    assert {shard.parameters for shard in build_shards(run, 4)} == {planned}
+    split = 12 * 8 * (6 + 7) + (24 if query_rank is None else 11) * 8 * 10 + 8 * 7 * 24 + 3 * 24 * 36
+    whole = 24 * (12 + 4) + 12 + 2 * 24 + (0 if query_rank is None else 24 * 11 + 11)
+    gates = 0 if gate == "none" else sum(p.numel() for n, p in Decoder(run.model).named_parameters() if "gates" in n)
+    assert planned == 2 * (split / 4 + whole) + gates / 4 + 24 + 29 * 24
+    with fake_process_group(4, 1), running_ranks(run.train.parallel) as ranks:
+        decoder = Decoder(run.model)
+        initialize(decoder, 0)
+        place(decoder, run.train, ranks, compiled=False)
+        counted = kept_bytes(decoder, 3, 17)
+    assert activation_bytes(run.model, Piece(3, 17, 4, tensor=4)) == pytest.approx(counted, rel=0.1)
 
 
 @pytest.mark.parametrize("words", [["tensor=4"], ["shard=4", "expert=4"], ["shard=4", "expert=2"]], ids=str)

@@ -147,7 +147,10 @@ class Recordable(Protocol):
     recorder: Any
     gates: Any
     o_proj: Any
-    v_proj: Any
+
+    def value_weight(self) -> Tensor:
+        """The matrix (K Cv, D) that makes values of the hidden state, up to a factor of each token's own."""
+        ...
 
 
 @runtime_checkable
@@ -204,11 +207,11 @@ class _Probe:
         self,
         query: Float[Tensor, "B T H C"],
         key: Float[Tensor, "B S K C"],
-        value: Float[Tensor, "B S K C"],
+        value: Float[Tensor, "B S K Cv"],
         mask: Bool[Tensor, "#B 1 T S"] | None,
         causal: bool,
         sink: LearnedSink | None = None,
-    ) -> Float[Tensor, "B T H C"]:
+    ) -> Float[Tensor, "B T H Cv"]:
         """The layer's attention; ``mask`` is only checked to be one that the recorder was told of, windows aside."""
         real, documents = self.recorder.real, self.recorder.documents
         num_queries, num_keys, window = query.shape[1], key.shape[1], self.attention.window
@@ -248,7 +251,7 @@ class _Probe:
             added=frozenset(position for position, spec in specs.items() if spec.operation == "add"),
             gated_output=tensors["gated_output"],
             output_weight=self.attention.o_proj.weight,
-            value_weight=self.attention.v_proj.weight,
+            value_weight=self.attention.value_weight() if self.recorder.full else None,
         )
         self.recorder.record(call)
 

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gatelab.gates.linear import Linear
-from gatelab.gates.spec import Activation, AttentionShape, GateSpec, OutputControl
+from gatelab.gates.spec import Activation, AttentionShape, GateSpec, OutputControl, Placement, Position
 
 
 def ns_sigmoid(x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
@@ -91,6 +91,31 @@ class Gate(nn.Module):
         return ", ".join(f"{name}={value}" for name, value in changed.items())
 
 
+class Gating:
+    """One pass through a layer with gates: what these may read, and the scores of those that were met so far.
+
+    ``gates`` holds at most one :class:`Gate` for each position. Add ``attention_output`` to ``sources`` once it exists.
+    """
+
+    def __init__(self, gates: nn.ModuleDict, hidden: Float[Tensor, "B T D"], value: Float[Tensor, "B T K C"]):
+        self._gates = gates
+        self.sources: dict[str, Tensor] = {"hidden": hidden, "value": value.flatten(2)}
+        self.scores: dict[str, Tensor] = {}
+
+    def apply(
+        self, position: Position, y: Float[Tensor, "B T N C"], placement: Placement | None = None
+    ) -> Float[Tensor, "B T N C"]:
+        """``y`` gated, if there is a gate at this position and placement, whose scores are then noted."""
+        if position not in self._gates:
+            return y
+        gate = self._gates[position]
+        assert isinstance(gate, Gate)
+        if gate.spec.placement != placement:
+            return y
+        self.scores[position] = gate.scores(self.sources)
+        return gate(y, self.scores[position])
+
+
 def _projection(spec: GateSpec, num_inputs: int, num_outputs: int) -> nn.Module:
     has_bias = spec.bias is not None
     if spec.rank is None:
@@ -100,11 +125,11 @@ def _projection(spec: GateSpec, num_inputs: int, num_outputs: int) -> nn.Module:
 
 
 class HeadNorm(nn.Module):
-    """The RMSNorm control: y / rms(y) over each head's channels, times a weight of the head size per head (H C)."""
+    """The RMSNorm control: y / rms(y) over each head's channels, times a weight for each of them (H C)."""
 
     def __init__(self, shape: AttentionShape, epsilon: float):
         super().__init__()
-        self.weight = nn.Parameter(torch.ones(shape.num_heads, shape.head_size))
+        self.weight = nn.Parameter(torch.ones(shape.num_heads, shape.value_size))
         self.epsilon = epsilon
 
     def forward(self, y: Float[Tensor, "B T H C"]) -> Float[Tensor, "B T H C"]:

@@ -1,7 +1,8 @@
 """What a gate is, as data: orthogonal axes, validated. Nothing here imports torch.
 
-Notation: B batch, T queries, D model width, H query heads, K key/value heads, C head size. The paper is "Gated
-Attention for Large Language Models" (arXiv 2505.06708); its positions G1 to G5 stand beside our words.
+Notation: B batch, T queries, D model width, H query heads, K key/value heads, C head size, Cv the size of a value head,
+which is C but for latent attention. The paper is "Gated Attention for Large Language Models" (arXiv 2505.06708); its
+positions G1 to G5 stand beside our words.
 """
 
 from __future__ import annotations
@@ -30,7 +31,12 @@ class AttentionShape(Settings):
     width: int = Field(gt=0, description="D")
     num_heads: int = Field(gt=0, description="H, query heads")
     num_kv_heads: int = Field(gt=0, description="K, key/value heads")
-    head_size: int = Field(gt=0, description="C")
+    head_size: int = Field(gt=0, description="C, channels of a query and a key head")
+    value_size: int = Field(
+        default_factory=lambda sizes: sizes.get("head_size", 1),
+        gt=0,
+        description="Cv, channels of a value head and of a head's output; C when left out",
+    )
 
     @model_validator(mode="after")
     def _check_groups(self) -> AttentionShape:
@@ -46,7 +52,7 @@ class GateSpec(Settings):
     """One gate: scores s = activation(source W), and y' = y * s (multiply) or y + s (add) on one tensor y.
 
     The gated tensor y has N heads of size C: N = H for ``sdpa_output`` (the paper's G1) and ``query`` (G4), N = K for
-    ``value`` (G2) and ``key`` (G3); ``dense_output`` (G5) is one head of size D.
+    ``value`` (G2) and ``key`` (G3); ``dense_output`` (G5) is one head of size D. Of values and outputs C means Cv.
     """
 
     schema_version: Literal[1] = Field(default=SCHEMA_VERSION, description="version of these fields and their meaning")
@@ -151,15 +157,15 @@ class GateSpec(Settings):
         if self.position == "dense_output":
             return 1, shape.width
         heads = shape.num_kv_heads if self.position in ("value", "key") else shape.num_heads
-        return heads, shape.head_size
+        return heads, shape.head_size if self.position in ("query", "key") else shape.value_size
 
     def source_width(self, shape: AttentionShape) -> int:
-        """Channels that the projection reads: D, the prefix, K C or H C."""
+        """Channels that the projection reads: D, the prefix, K Cv or H Cv."""
         widths = {
             "hidden": shape.width,
             "prefix": self.prefix_channels or 0,
-            "value": shape.num_kv_heads * shape.head_size,
-            "attention_output": shape.num_heads * shape.head_size,
+            "value": shape.num_kv_heads * shape.value_size,
+            "attention_output": shape.num_heads * shape.value_size,
             "parameter": 0,
         }
         return widths[self.source]

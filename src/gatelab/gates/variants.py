@@ -21,7 +21,7 @@ class Variant(Settings):
 
     def num_parameters(self, shape: AttentionShape) -> int:
         """Parameters that the variant adds to one layer on which all its gates are."""
-        control = shape.num_heads * shape.head_size if self.control and self.control.operation == "rms_norm" else 0
+        control = shape.num_heads * shape.value_size if self.control and self.control.operation == "rms_norm" else 0
         return control + sum(gate.num_parameters(shape) for gate in self.gates)
 
 

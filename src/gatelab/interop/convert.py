@@ -111,7 +111,7 @@ def expanded(checkpoint: Checkpoint) -> Checkpoint:
         for gate in settings.gates
     ]
     made = {
-        name: Made((name,), _Expansion(settings.head_size) if _is_headwise_gate(name, settings) else itself)
+        name: Made((name,), _Expansion(settings.value_size) if _is_headwise_gate(name, settings) else itself)
         for name in checkpoint.tensors
     }
     settings = ModelSettings.parse({**settings.to_mapping(), "gates": gates})

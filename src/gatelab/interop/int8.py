@@ -13,7 +13,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from gatelab.gates.gate import Gate
-from gatelab.model.attention import GroupedQueryAttention
+from gatelab.model.attention import GatedAttention
 from gatelab.model.decoder import Decoder
 from gatelab.model.feedforward import FeedForward
 
@@ -25,7 +25,7 @@ def rounded_projections(model: nn.Module, gates: bool = False) -> list[str]:
     """Names of the linear layers that int8 takes, in a decoder or its Hugging Face form; with ``gates`` theirs too."""
     names = []
     for prefix, module in model.named_modules():
-        if isinstance(module, GroupedQueryAttention | FeedForward):
+        if isinstance(module, GatedAttention | FeedForward):
             names += [f"{prefix}.{name}" for name, child in module.named_children() if isinstance(child, nn.Linear)]
         elif gates and isinstance(module, Gate):
             names += [f"{prefix}.{name}" for name, part in module.named_modules() if isinstance(part, nn.Linear)]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gatelab.gates.gate import Gate
-from gatelab.model.attention import GroupedQueryAttention
+from gatelab.model.attention import GatedAttention
 from gatelab.model.decoder import Decoder, DecoderLayer
 from gatelab.model.feedforward import FeedForward
 from gatelab.model.moe import MixtureOfExperts
@@ -23,8 +23,8 @@ from gatelab.model.norm import RMSNorm
 def fold_norms(decoder: Decoder) -> None:
     """Move the weights of all norms that feed projections into these, in place; the function stays the same.
 
-    These are each layer's two input norms and, with a head of its own, the final norm. A tied head, q/k norms and
-    sandwich norms keep theirs: what follows them is no projection of their own.
+    These are each layer's two input norms and, with a head of its own, the final norm. A tied head, norms of queries,
+    keys or latents and sandwich norms keep theirs: what follows them is no projection of their own.
     """
     for layer in decoder.model.layers:
         assert isinstance(layer, DecoderLayer)
@@ -42,8 +42,8 @@ def _fold(norm: RMSNorm, weights: Iterator[Tensor] | list[Tensor]) -> None:
     norm.weight.fill_(0.0 if norm.centred else 1.0)
 
 
-def _readers_of_attention_input(attention: GroupedQueryAttention) -> Iterator[Tensor]:
-    yield from (projection.weight for projection in (attention.q_proj, attention.k_proj, attention.v_proj))
+def _readers_of_attention_input(attention: GatedAttention) -> Iterator[Tensor]:
+    yield from (projection.weight for projection in attention.input_projections())
     for gate in attention.gates.values():
         assert isinstance(gate, Gate)
         if gate.spec.source in ("hidden", "prefix"):

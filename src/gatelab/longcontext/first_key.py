@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from gatelab.model.attention import AttentionKernel, GroupedQueryAttention
+from gatelab.model.attention import AttentionKernel, GatedAttention
 from gatelab.model.decoder import Decoder
 from gatelab.model.masks import suffix_mask
 from gatelab.model.sink import Sink
@@ -21,7 +21,7 @@ def masked_first_key(decoder: Decoder) -> Iterator[None]:
 
     The mask has T x S signs, a byte each.
     """
-    layers = [module for module in decoder.modules() if isinstance(module, GroupedQueryAttention)]
+    layers = [module for module in decoder.modules() if isinstance(module, GatedAttention)]
     kernels = [layer.kernel for layer in layers]
     for layer, kernel in zip(layers, kernels, strict=True):
         layer.kernel = _without_first_key(kernel)
@@ -36,11 +36,11 @@ def _without_first_key(kernel: AttentionKernel) -> AttentionKernel:
     def masked(
         query: Float[Tensor, "B T H C"],
         key: Float[Tensor, "B S K C"],
-        value: Float[Tensor, "B S K C"],
+        value: Float[Tensor, "B S K Cv"],
         mask: Tensor | None,
         causal: bool,
         sink: Sink | None = None,
-    ) -> Float[Tensor, "B T H C"]:
+    ) -> Float[Tensor, "B T H Cv"]:
         num_queries, num_keys = query.shape[1], key.shape[1]
         if mask is None and causal:
             mask = suffix_mask(num_queries, num_keys, query.device)

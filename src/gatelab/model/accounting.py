@@ -62,9 +62,9 @@ def flops_per_token_forward(settings: ModelSettings, context: int) -> float:
     """Floating point operations of the forward pass for one token of a sequence of ``context`` tokens.
 
     Two for each weight of a matrix that the token meets (the embedding is a look-up; the head is a matrix), and for
-    attention 4 H C for each visible key: half of the square under a causal mask, (context + 1) / 2 keys on average,
-    and those within a layer's window; a learned key is one more. Norms, activations, biases and the gates' products are
-    left out.
+    attention 2 H (C + Cv) for each visible key: half of the square under a causal mask, (context + 1) / 2 keys on
+    average, and those within a layer's window; a learned key is one more. Norms, activations, biases, the gates'
+    products and the zeros that fill up values to the size of keys are left out.
     """
     decoder = _on_meta(settings)
     matrices = sum(module.weight.numel() for module in decoder.modules() if isinstance(module, Linear))
@@ -76,7 +76,7 @@ def flops_per_token_forward(settings: ModelSettings, context: int) -> float:
         settings.shape_on_layer(layer).num_heads * (_visible_keys(settings, layer, context) + learned_keys)
         for layer in range(settings.num_layers)
     )
-    return 2.0 * matrices + 4 * settings.head_size * head_keys
+    return 2.0 * matrices + 2 * (settings.head_size + settings.value_size) * head_keys
 
 
 def _visible_keys(settings: ModelSettings, layer: int, context: int) -> float:

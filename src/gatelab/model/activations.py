@@ -6,6 +6,8 @@ of what is computed in float32 at least. One layer keeps, without gates and for 
 
     each RMSNorm over M numbers in R rows    M w (its input in float32) + R w + M a
     attention    N D a (input) + norms of q and k + N (2 H + 2 K) C a (q, k, v, output) + N H w (log-sum-exp)
+    latents      of r and r' channels: norms over both, N (D + r + r') a (inputs), N H w (log-sum-exp), and
+                 N H (4 C + Cv) a where values are smaller than keys (q, k, v and output as large as keys, output)
     SwiGLU       N D a (input) + 4 N F a (both projections, silu, their product)
     mixture      N k (2 D + 4 F) a + about N (2 E w + 28 k), on top of the router's input
     head         N D a + N V w (log-softmax)
@@ -19,7 +21,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from gatelab.gates.spec import GateSpec
-from gatelab.model.settings import MixtureSettings, ModelSettings, RopeSettings
+from gatelab.model.settings import LatentSettings, MixtureSettings, ModelSettings, RopeSettings
 
 INDEX_BYTES = 8
 
@@ -60,7 +62,7 @@ def head_activations(settings: ModelSettings, piece: Piece) -> dict[str, int | f
     for rope in map(settings.rope_on_layer, range(settings.num_layers)):
         if rope is not None and rope not in ropes:
             ropes.append(rope)
-    angles = sum(rope.rotated_channels(settings.head_size) for rope in ropes)
+    angles = sum(rope.rotated_channels(settings.rotary_size) for rope in ropes)
     saved = _Saved(settings, piece)
     saved.keep("token ids", INDEX_BYTES / piece.element_bytes)
     saved.tensors["rotations"] = 2 * piece.context * angles * piece.element_bytes
@@ -103,19 +105,21 @@ def loss_working_bytes(settings: ModelSettings, piece: Piece) -> int | float:
 
 @dataclass
 class _Saved:
-    """The tensors kept so far. Sizes are numbers of elements for each token."""
+    """The tensors kept so far. Sizes are numbers of elements for each token; ``views`` has those of what a tensor is a
+    part of, which is kept whole."""
 
     settings: ModelSettings
     piece: Piece
     tensors: dict[str, int | float] = field(default_factory=dict)
+    views: dict[str, int | float] = field(default_factory=dict)
 
     def keep(self, name: str, elements: int | float) -> None:
         """A tensor in the activations' dtype."""
-        self.tensors[name] = self.piece.num_tokens * elements * self.piece.element_bytes
+        self.tensors[name] = self.piece.num_tokens * self.views.get(name, elements) * self.piece.element_bytes
 
     def keep_wide(self, name: str, elements: int | float) -> None:
         """A tensor in float32 at least."""
-        self.tensors[name] = self.piece.num_tokens * elements * self.piece.wide_bytes
+        self.tensors[name] = self.piece.num_tokens * self.views.get(name, elements) * self.piece.wide_bytes
 
     def keep_in_float32(self, name: str, elements: int | float) -> None:
         """The tensor of this name as float32: a copy, or itself where it is no narrower."""
@@ -163,15 +167,32 @@ class _Layer(_Saved):
         return self.tensors
 
     def _attention(self) -> None:
-        size = self.shape.head_size
+        size, latent = self.shape.value_size, self.settings.latent
+        if latent is not None:
+            self._latents(latent)
         value = self._gate("value", "value", self.kv_heads, size)
         query = self._rotated("query", self.heads)
         key = self._rotated("key", self.kv_heads)
         output = self._softmax_attention(query, key, value)
         output = self._control(output)
         output = self._gate("sdpa_output", output, self.heads, size)
-        self.keep(output, self.heads * size)
+        self.keep(f"joined {output}" if output in self.views else output, self.heads * size)
         self._gate("dense_output", "dense output", 1, self.settings.width)
+
+    def _latents(self, latent: LatentSettings) -> None:
+        """What queries, keys and values are made of, and what these are then parts of."""
+        rank, heads = latent.key_value_rank, self.heads
+        self.views = {
+            "latents": rank + latent.rotated_size,
+            "value": heads * (latent.unrotated_size + latent.value_size),
+        }
+        if latent.value_size < self.shape.head_size:
+            self.views["attention output"] = heads * self.shape.head_size
+        self.norm("latents", rank)
+        self.keep("latent", rank)
+        if latent.query_rank is not None:
+            self.norm("query latents", latent.query_rank)
+            self.keep("query latent", latent.query_rank)
 
     def _rotated(self, name: str, heads: int | float) -> str:
         """Gates, norm and rotation of queries or keys; the name of the tensor that comes out."""
@@ -186,9 +207,12 @@ class _Layer(_Saved):
         return self._gate(name, found, heads, size, "after_rope")
 
     def _softmax_attention(self, query: str, key: str, value: str) -> str:
-        """The fused kernel's inputs, output and log-sum-exp; with a sink, copies that are a key longer."""
+        """The fused kernel's inputs, output and log-sum-exp; with a sink, copies that are a key longer; where keys and
+        values have other sizes, copies with the larger."""
         size, sink, context = self.shape.head_size, self.settings.sink, self.piece.context
-        channels, rows, prefix = size, 1.0, ""
+        channels, rows, prefix = max(size, self.shape.value_size), 1.0, ""
+        if size > self.shape.value_size:
+            value = f"padded {value}"
         if sink is not None:
             channels = -(-(size + 1) // 8) * 8 if sink.kind == "learned_logit" else size
             rows, prefix = 1 + 1 / context, "extended "
@@ -197,7 +221,7 @@ class _Layer(_Saved):
         self.keep(f"extended {query}" if is_copied else query, self.heads * channels * query_rows)
         self.keep(prefix + key, self.kv_heads * channels * rows)
         self.keep(prefix + value, self.kv_heads * channels * rows)
-        name = "attention output" if channels == size else "extended attention output"
+        name = "attention output" if sink is None or channels == size else "extended attention output"
         self.keep(name, self.heads * channels * query_rows)
         self.keep_wide("log-sum-exp", self.heads * query_rows)
         if sink is not None and sink.kind == "learned_key_value":
@@ -208,7 +232,7 @@ class _Layer(_Saved):
 
     def _control(self, output: str) -> str:
         """The control between attention and the gate; the name of what comes out."""
-        control, elements = self.settings.control, self.heads * self.shape.head_size
+        control, elements = self.settings.control, self.heads * self.shape.value_size
         if control is None:
             return output
         if control.operation == "rms_norm":
@@ -234,8 +258,9 @@ class _Layer(_Saved):
         return f"{name} gated"
 
     def _keep_source(self, name: str, heads: int) -> None:
-        """What a gate's projection reads: all heads, joined where ranks have some each."""
-        self.keep(name if self.piece.tensor == 1 else f"{name} of all heads", heads * self.shape.head_size)
+        """What a gate's projection reads: all heads, joined where they don't lie together, or ranks have some each."""
+        is_joined = self.piece.tensor > 1 or name in self.views
+        self.keep(f"{name} of all heads" if is_joined else name, heads * self.shape.value_size)
 
     def _scores(self, gate: GateSpec, heads: int | float, channels: int) -> None:
         """What the activation keeps (its input, or its result), and the scores if they are a factor of a product."""

@@ -1,4 +1,4 @@
-"""Grouped-query attention with gates at any of the paper's five positions."""
+"""Softmax attention with gates at any of the paper's five positions: what all kinds share, and grouped queries."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 
-from gatelab.gates.gate import Gate, build_control
+from gatelab.gates.gate import Gate, Gating, build_control
 from gatelab.gates.linear import Linear
+from gatelab.gates.spec import Position
 from gatelab.model.norm import RMSNorm
 from gatelab.model.rope import Rotation, rotate
 from gatelab.model.settings import ModelSettings
@@ -42,7 +43,7 @@ class AttentionKernel(Protocol):
 
     def __call__(
         self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, causal: bool, sink: Sink | None = None
-    ) -> Float[Tensor, "B T H C"]:
+    ) -> Float[Tensor, "B T H Cv"]:
         """Attention of (B T H C) queries over (B S K C) keys; without a mask it is the causal triangle, or full.
 
         With a sink every query sees one key more, which is no token.
@@ -53,17 +54,26 @@ class AttentionKernel(Protocol):
 def fused_attention(
     query: Float[Tensor, "B T H C"],
     key: Float[Tensor, "B S K C"],
-    value: Float[Tensor, "B S K C"],
+    value: Float[Tensor, "B S K Cv"],
     mask: Bool[Tensor, "#B 1 T S"] | None,
     causal: bool,
     sink: Sink | None = None,
-) -> Float[Tensor, "B T H C"]:
-    """PyTorch's own fused kernels."""
-    if sink is None:
+) -> Float[Tensor, "B T H Cv"]:
+    """PyTorch's own fused kernels. They want equal sizes of keys and values: the smaller is filled up with zeros.
+
+    A sink goes with equal sizes alone.
+    """
+    num_queries, head_size, value_size = query.shape[1], query.shape[-1], value.shape[-1]
+    if sink is not None:
+        extended = sink.extend(query, key, value, mask, causal)
+        return _scaled_dot_product(*extended, causal, head_size**-0.5)[:, -num_queries:, :, :head_size]
+    if head_size == value_size:
         return _scaled_dot_product(query, key, value, mask, causal)
-    num_queries, head_size = query.shape[1], query.shape[-1]
-    extended = sink.extend(query, key, value, mask, causal)
-    return _scaled_dot_product(*extended, causal, head_size**-0.5)[:, -num_queries:, :, :head_size]
+    if head_size < value_size:
+        query, key = (F.pad(tensor, (0, value_size - head_size)) for tensor in (query, key))
+    else:
+        value = F.pad(value, (0, head_size - value_size))
+    return _scaled_dot_product(query, key, value, mask, causal, head_size**-0.5)[..., :value_size]
 
 
 def _scaled_dot_product(
@@ -88,11 +98,55 @@ def _scaled_dot_product(
     return output.transpose(1, 2).to(dtype)
 
 
-class GroupedQueryAttention(nn.Module):
+class GatedAttention(nn.Module):
+    """What every kind of attention has behind its queries, keys and values: kernel, control, gates, output projection.
+
+    Abstract: a kind makes the queries, keys and values, and its ``__init__`` sets these fields. ``kernel`` and
+    ``recorder`` may be set from outside, to observe a forward pass. The layer's ``window`` is known to who makes masks.
+    """
+
+    layer: int
+    causal: bool
+    window: int | None
+    o_proj: Linear
+    gates: nn.ModuleDict
+    sink: Sink | None
+    control: nn.Module
+    kernel: AttentionKernel
+    recorder: AttentionRecorder | None
+
+    def input_projections(self) -> tuple[Linear, ...]:
+        """The projections that read the hidden state, gates apart."""
+        raise NotImplementedError
+
+    def value_weight(self) -> Float[Tensor, "KCv D"]:
+        """The matrix that makes values of the hidden state, up to a factor of each token's own."""
+        raise NotImplementedError
+
+    def attend(
+        self,
+        query: Float[Tensor, "B T H C"],
+        key: Float[Tensor, "B S K C"],
+        value: Float[Tensor, "B S K Cv"],
+        mask: Bool[Tensor, "#B 1 T S"] | None,
+        gating: Gating,
+    ) -> Float[Tensor, "B T D"]:
+        """The layer's output from what its kind made; the recorder is shown all of it."""
+        output = self.kernel(query, key, value, mask, self.causal, self.sink)
+        gating.sources["attention_output"] = output.flatten(2)
+        gated = gating.apply("sdpa_output", self.control(output))
+        dense = self.o_proj(gated.flatten(2))
+        dense = gating.apply("dense_output", dense[:, :, None])[:, :, 0]
+        if self.recorder is not None:
+            tensors = {"query": query, "key": key, "value": value, "output": output, "gated_output": gated}
+            self.recorder.record(self.layer, tensors, gating.scores)
+        return dense
+
+
+class GroupedQueryAttention(GatedAttention):
     """Softmax attention with H query heads over K key/value heads, RoPE, optional biases, q/k norm and sink, and gates.
 
-    Parameter names are those of Hugging Face's Qwen3; the gates are ``gates.<position>``. ``kernel`` and
-    ``recorder`` may be set from outside, to observe a forward pass. The layer's ``window`` is known to who makes masks.
+    Parameter names are those of Hugging Face's Qwen3; the gates are ``gates.<position>``.
     """
 
     def __init__(self, settings: ModelSettings, layer: int):
@@ -132,55 +186,35 @@ class GroupedQueryAttention(nn.Module):
         Without a rotation queries and keys stay as they are.
         """
         query, key, value = (
-            projection(x).unflatten(-1, (-1, self.head_size)) for projection in (self.q_proj, self.k_proj, self.v_proj)
+            projection(x).unflatten(-1, (-1, self.head_size)) for projection in self.input_projections()
         )
-        sources = {"hidden": x, "value": value.flatten(2)}
-        scores: dict[str, Tensor] = {}
-        value = self._gate("value", value, sources, scores)
-        query = self._rotate("query", query, self.q_norm, rotation, sources, scores)
-        key = self._rotate("key", key, self.k_norm, rotation, sources, scores)
+        gating = Gating(self.gates, x, value)
+        value = gating.apply("value", value)
+        query = self._rotate("query", query, self.q_norm, rotation, gating)
+        key = self._rotate("key", key, self.k_norm, rotation, gating)
         if cache is not None:
             key, value = cache.extend(key, value)
-        output = self.kernel(query, key, value, mask, self.causal, self.sink)
-        sources["attention_output"] = output.flatten(2)
-        gated = self._gate("sdpa_output", self.control(output), sources, scores)
-        dense = self.o_proj(gated.flatten(2))
-        dense = self._gate("dense_output", dense[:, :, None], sources, scores)[:, :, 0]
-        if self.recorder is not None:
-            tensors = {"query": query, "key": key, "value": value, "output": output, "gated_output": gated}
-            self.recorder.record(self.layer, tensors, scores)
-        return dense
+        return self.attend(query, key, value, mask, gating)
 
-    def _gate(
-        self,
-        position: str,
-        y: Float[Tensor, "B T N C"],
-        sources: Mapping[str, Tensor],
-        scores: dict[str, Tensor],
-        placement: str | None = None,
-    ) -> Float[Tensor, "B T N C"]:
-        """Gate ``y`` if this layer has a gate at this position and placement; its scores are noted in ``scores``."""
-        if position not in self.gates:
-            return y
-        gate = self.gates[position]
-        assert isinstance(gate, Gate)
-        if gate.spec.placement != placement:
-            return y
-        scores[position] = gate.scores(sources)
-        return gate(y, scores[position])
+    def input_projections(self) -> tuple[Linear, ...]:
+        """Those of queries, keys and values, in this order."""
+        return self.q_proj, self.k_proj, self.v_proj
+
+    def value_weight(self) -> Float[Tensor, "KCv D"]:
+        """That of the value projection."""
+        return self.v_proj.weight
 
     def _rotate(
         self,
-        position: str,
+        position: Position,
         y: Float[Tensor, "B T N C"],
         norm: nn.Module,
         rotation: Rotation | None,
-        sources: Mapping[str, Tensor],
-        scores: dict[str, Tensor],
+        gating: Gating,
     ) -> Float[Tensor, "B T N C"]:
         """Norm and rotation of queries or keys, with their gate at its place among them."""
-        y = norm(self._gate(position, y, sources, scores, "before_norm"))
-        y = self._gate(position, y, sources, scores, "after_norm")
+        y = norm(gating.apply(position, y, "before_norm"))
+        y = gating.apply(position, y, "after_norm")
         if rotation is not None:
             y = rotate(y, rotation)
-        return self._gate(position, y, sources, scores, "after_rope")
+        return gating.apply(position, y, "after_rope")

@@ -11,9 +11,10 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from gatelab.gates.linear import Linear
-from gatelab.model.attention import GroupedQueryAttention, LayerCache
+from gatelab.model.attention import GatedAttention, GroupedQueryAttention, LayerCache
 from gatelab.model.cache import KVCache
 from gatelab.model.feedforward import FeedForward
+from gatelab.model.latent import LatentAttention
 from gatelab.model.masks import PADDING, document_mask, positions_in_documents, suffix_mask
 from gatelab.model.moe import MixtureOfExperts, RouterStatistics
 from gatelab.model.norm import RMSNorm
@@ -40,7 +41,8 @@ class DecoderLayer(nn.Module):
             return RMSNorm(settings.width, settings.norm_epsilon, settings.centred_norms)
 
         self.input_layernorm = norm()
-        self.self_attn = GroupedQueryAttention(settings, layer)
+        kind = GroupedQueryAttention if settings.latent is None else LatentAttention
+        self.self_attn: GatedAttention = kind(settings, layer)
         self.after_attention_norm = norm() if settings.sandwich_norm else nn.Identity()
         self.post_attention_layernorm = norm()
         mixture = settings.mixture_on_layer(layer)
@@ -184,7 +186,7 @@ class Decoder(nn.Module):
         if rope is None:
             return None
         dtype = self.activation_dtype or self.model.embed_tokens.weight.dtype
-        return rotation_at(positions, rope, self.settings.head_size, dtype)
+        return rotation_at(positions, rope, self.settings.rotary_size, dtype)
 
     def _mask(
         self, window: int | None, documents: Tensor | None, past: int, total: int, device: torch.device

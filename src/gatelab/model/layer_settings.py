@@ -1,4 +1,4 @@
-"""The parts of a decoder's shape: rotation, sink, mixture of experts, what single layers have otherwise, as data."""
+"""The parts of a decoder's shape: rotation, latents, sink, experts, what single layers have otherwise, as data."""
 
 from __future__ import annotations
 
@@ -80,6 +80,24 @@ class RopeSettings(Settings):
     def rotated_channels(self, head_size: int) -> int:
         """R, the number of rotated channels of a head."""
         return int(head_size * self.fraction)
+
+
+class LatentSettings(Settings):
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434); see :mod:`gatelab.model.latent`.
+
+    Every head has its own keys and values, but all are made of one latent of the token, and of one rotated key.
+    """
+
+    query_rank: int | None = Field(
+        default=None, gt=0, le=2**20, description="channels of the latent that queries are made of; none when left out"
+    )
+    key_value_rank: int = Field(gt=0, le=2**20, description="channels of the latent that keys and values are made of")
+    unrotated_size: int = Field(gt=0, le=2**20, description="channels of a query or key head that never rotate")
+    rotated_size: int = Field(gt=0, le=2**20, description="those after them, which rotate; all heads share this key")
+    value_size: int = Field(gt=0, le=2**20, description="Cv, channels of a value head and of a head's output")
+    norm_epsilon: float = Field(
+        default=1e-6, gt=0, description="of the latents' norms; that of DeepSeek's code, whatever its other norms have"
+    )
 
 
 class SinkSettings(Settings):

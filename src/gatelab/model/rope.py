@@ -70,6 +70,16 @@ def attention_factor(scaling: RopeScaling | None) -> float:
     return _mscale(scaling.factor, scaling.mscale) / _mscale(scaling.factor, scaling.mscale_all_dim)
 
 
+def logit_factor(scaling: RopeScaling | None) -> float:
+    """What latent attention multiplies its logits with: (0.1 a ln s + 1)**2 with YaRN's ``mscale_all_dim`` a, else 1.
+
+    Grouped-query attention knows ``mscale_all_dim`` in :func:`attention_factor` alone, as transformers has it.
+    """
+    if scaling is None or scaling.mscale_all_dim is None:
+        return 1.0
+    return _mscale(scaling.factor, scaling.mscale_all_dim) ** 2
+
+
 def rotation_at(positions: Int[Tensor, "#B T"], settings: RopeSettings, head_size: int, dtype: torch.dtype) -> Rotation:
     """The rotation for tokens at these positions, computed in float32 (float64 if that is ``dtype``), then cast."""
     wide = torch.float64 if dtype == torch.float64 else torch.float32

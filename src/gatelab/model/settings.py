@@ -8,10 +8,25 @@ from typing import Literal
 from pydantic import Field, model_validator
 
 from gatelab.gates.spec import AttentionShape, GateSpec, OutputControl
-from gatelab.model.layer_settings import LayerSettings, MixtureSettings, RopeScaling, RopeSettings, SinkSettings
+from gatelab.model.layer_settings import (
+    LatentSettings,
+    LayerSettings,
+    MixtureSettings,
+    RopeScaling,
+    RopeSettings,
+    SinkSettings,
+)
 from gatelab.settings import Settings
 
-__all__ = ["LayerSettings", "MixtureSettings", "ModelSettings", "RopeScaling", "RopeSettings", "SinkSettings"]
+__all__ = [
+    "LatentSettings",
+    "LayerSettings",
+    "MixtureSettings",
+    "ModelSettings",
+    "RopeScaling",
+    "RopeSettings",
+    "SinkSettings",
+]
 
 
 class ModelSettings(Settings):
@@ -22,7 +37,7 @@ class ModelSettings(Settings):
     num_layers: int = Field(gt=0, le=4096, description="L")
     num_heads: int = Field(gt=0, le=2**20, description="H, query heads")
     num_kv_heads: int = Field(gt=0, le=2**20, description="K, key/value heads; H/K query heads share one")
-    head_size: int = Field(gt=0, le=2**20, description="C; H C need not equal D")
+    head_size: int = Field(gt=0, le=2**20, description="C, of queries and keys; H C need not equal D")
     feedforward_width: int = Field(
         gt=0, le=2**20, description="F of SwiGLU; with a mixture its experts have their own width"
     )
@@ -43,6 +58,9 @@ class ModelSettings(Settings):
     causal: bool = True
     rope: RopeSettings = RopeSettings()
     layers: tuple[LayerSettings, ...] = Field(default=(), description="one for each layer, or none: all layers alike")
+    latent: LatentSettings | None = Field(
+        default=None, description="latent attention in the place of grouped-query attention, on all layers"
+    )
     mixture: MixtureSettings | None = None
     sink: SinkSettings | None = None
     gates: tuple[GateSpec, ...] = ()
@@ -56,6 +74,16 @@ class ModelSettings(Settings):
         description="width at which initial feed-forward matrices are drawn before they are cut to size, so that a "
         "parameter-matched arm starts from the baseline's weights",
     )
+
+    @property
+    def value_size(self) -> int:
+        """Cv, channels of a value head and of a head's output."""
+        return self.head_size if self.latent is None else self.latent.value_size
+
+    @property
+    def rotary_size(self) -> int:
+        """Channels of a query or key head of which ``rope.fraction`` is a share."""
+        return self.head_size if self.latent is None else self.latent.rotated_size
 
     @property
     def attention_shape(self) -> AttentionShape:
@@ -134,14 +162,55 @@ class ModelSettings(Settings):
         return self
 
     def _check_rope(self, rope: RopeSettings, name: str) -> None:
-        rotated = self.head_size * rope.fraction
+        rotated = self.rotary_size * rope.fraction
         if rotated != int(rotated) or int(rotated) % 2:
+            size = "head_size" if self.latent is None else "latent.rotated_size"
             raise ValueError(
-                f"head_size={self.head_size} with {name}.fraction={rope.fraction} rotates {rotated:g} channels; "
+                f"{size}={self.rotary_size} with {name}.fraction={rope.fraction} rotates {rotated:g} channels; "
                 "the rotation needs an even number of them"
             )
         if rope.scaling is not None and rope.scaling.kind == "ntk" and rotated == 2:
             raise ValueError(f"{name}.scaling.kind=ntk changes the base of slower pairs, and only one pair rotates")
+
+    @model_validator(mode="after")
+    def _check_latent(self) -> ModelSettings:
+        if self.latent is not None:
+            for setting, reason in self._unlike_latents(self.latent):
+                raise ValueError(f"{setting} does not go with latent attention: {reason}")
+        return self
+
+    def _unlike_latents(self, latent: LatentSettings) -> list[tuple[str, str]]:
+        """Settings that contradict latent attention, or that it is not built with, and the way out."""
+        size, own = latent.unrotated_size + latent.rotated_size, "leave them to grouped-query attention (latent=null)"
+        ropes = {"rope": self.rope} | {f"layers.{number}.rope": layer.rope for number, layer in enumerate(self.layers)}
+        found = [
+            (self.num_kv_heads != self.num_heads, f"num_kv_heads={self.num_kv_heads}",
+             f"each head has its own keys and values; set num_kv_heads={self.num_heads}"),
+            (self.head_size != size, f"head_size={self.head_size}",
+             f"queries and keys have unrotated_size={latent.unrotated_size} and rotated_size={latent.rotated_size} "
+             f"channels; set head_size={size}"),
+            (self.qk_norm, "qk_norm=True", "its norms are those of the latents; set qk_norm=False"),
+            (bool(self.biased_projections), f"biased_projections={list(self.biased_projections)}",
+             f"its projections have no biases; {own}"),
+            (self.sink is not None, f"sink.kind={self.sink and self.sink.kind}",
+             f"sinks are built for keys and values of one size; {own}"),
+        ]  # fmt: skip
+        found += [
+            (layer.num_heads not in (None, self.num_heads), f"layers.{number}.num_heads={layer.num_heads}",
+             f"its layers have equally many heads; set it to {self.num_heads}")
+            for number, layer in enumerate(self.layers)
+        ]  # fmt: skip
+        found += [
+            (rope is not None and rope.fraction != 1, f"{name}.fraction={rope and rope.fraction}",
+             f"latent.rotated_size says how many channels rotate; set {name}.fraction=1")
+            for name, rope in ropes.items()
+        ]  # fmt: skip
+        found += [
+            (gate.placement == "before_norm", f"a {gate.position} gate with placement=before_norm",
+             "no norm stands on its heads; choose after_norm, before the rotation, or after_rope")
+            for gate in self.gates
+        ]  # fmt: skip
+        return [(setting, reason) for holds, setting, reason in found if holds]
 
     @model_validator(mode="after")
     def _check_layers(self) -> ModelSettings:

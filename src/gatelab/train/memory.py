@@ -31,7 +31,7 @@ from gatelab.train.settings import ParallelSettings, RunSettings
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _GATE = re.compile(r"self_attn\.gates\.(\w+)\.(.+)")
 _EXPERTS = re.compile(r"mlp\.experts\.")
-_BY_HEADS = re.compile(r"self_attn\.(q_proj\.|o_proj\.weight|control\.|sink\.logits)")
+_BY_HEADS = re.compile(r"self_attn\.(q_proj\.|q_b_proj\.|kv_b_proj\.|o_proj\.weight|control\.|sink\.logits)")
 _BY_KV_HEADS = re.compile(r"self_attn\.(k_proj\.|v_proj\.|sink\.(key|value))")
 _BY_WIDTH = re.compile(r"mlp\.(shared_expert\.)?(gate|up|down)_proj\.weight")
 _ELEMENT_BYTES = {"bfloat16": 2, "float32": 4, "float64": 8}

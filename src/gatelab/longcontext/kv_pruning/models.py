@@ -53,6 +53,11 @@ def _connect_decoder(model: Decoder, caches: Caches) -> Iterator[Run]:
         raise ValueError(
             "a decoder with settings causal=False reads no token before the next; it has no cache to prune"
         )
+    if model.settings.latent is not None:
+        raise ValueError(
+            "latent attention caches one latent for all heads, and pruning drops keys and values head by head; prune a "
+            "decoder with grouped-query attention"
+        )
 
     def run(tokens: Tensor, first_position: int) -> Tensor:
         place = KVCache(model.settings.num_layers)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from gatelab.longcontext.streaming.cache import LayerStream, Logits, WindowCache
 from gatelab.longcontext.streaming.huggingface import streaming_hugging_face
-from gatelab.model.attention import GroupedQueryAttention
+from gatelab.model.attention import GatedAttention
 from gatelab.model.decoder import Decoder, DecoderLayer
 from gatelab.model.rope import rotate, rotation_at
 from gatelab.model.settings import ModelSettings, RopeSettings
@@ -74,6 +74,11 @@ def _streaming_decoder(decoder: Decoder, cache: WindowCache) -> Iterator[Read]:
 def _require_rotation_last(settings: ModelSettings) -> None:
     if not settings.causal:
         raise ValueError("causal=False lets tokens see later ones; only a causal decoder can read a stream")
+    if settings.latent is not None:
+        raise ValueError(
+            "latent attention rotates one key for all heads ahead of its kernel, so its keys can't be turned to new "
+            "positions; stream a decoder with grouped-query attention"
+        )
     for gate in settings.gates:
         if gate.placement == "after_rope":
             raise ValueError(
@@ -82,7 +87,7 @@ def _require_rotation_last(settings: ModelSettings) -> None:
             )
 
 
-def _attention_of(layer: nn.Module) -> GroupedQueryAttention:
+def _attention_of(layer: nn.Module) -> GatedAttention:
     assert isinstance(layer, DecoderLayer)
     return layer.self_attn
 

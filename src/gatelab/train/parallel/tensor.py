@@ -6,7 +6,7 @@ computes is a part of one sum: the input of a shared region enters it by :func:`
 it by :func:`~.collectives.leave`, one sum over ranks in each direction for attention and one for the feed-forward.
 
 - Query heads, their gates, sink logits and the weights of an output norm are split over ranks by heads, ``o_proj`` by
-  its inputs.
+  its inputs. With latent attention so are the keys and values of heads; latents and the shared key are whole.
 - Key/value heads are split where there are enough. Fewer of them than ranks are whole on every rank, which reads the
   one that its query heads use; likewise key and value gates and a sink's key and value.
 - A head-shared gate computes its rank's rows, and logits of all heads are joined before they are averaged.
@@ -30,7 +30,7 @@ from torch.distributed.tensor import DTensor, Placement, Replicate, Shard, distr
 
 from gatelab.gates.gate import Gate
 from gatelab.gates.spec import AttentionShape
-from gatelab.model.attention import GroupedQueryAttention
+from gatelab.model.attention import GatedAttention
 from gatelab.model.decoder import Decoder
 from gatelab.model.feedforward import FeedForward
 from gatelab.model.moe import MixtureOfExperts
@@ -54,7 +54,7 @@ def split_over_ranks(decoder: Decoder, mesh: DeviceMesh) -> None:
     group = mesh.get_group()
     for number, layer in enumerate(decoder.model.layers):
         attention = layer.self_attn
-        assert isinstance(attention, GroupedQueryAttention)
+        assert isinstance(attention, GatedAttention)
         apply_plan(attention, attention_plan(attention, decoder.settings.shape_on_layer(number), group), mesh)
         _connect_attention(attention, decoder.settings.shape_on_layer(number), group)
     for module in list(decoder.modules()):
@@ -70,7 +70,7 @@ def split_over_ranks(decoder: Decoder, mesh: DeviceMesh) -> None:
     apply_plan(decoder, others, mesh)
 
 
-def attention_plan(attention: GroupedQueryAttention, shape: AttentionShape, group: dist.ProcessGroup) -> Plan:
+def attention_plan(attention: GatedAttention, shape: AttentionShape, group: dist.ProcessGroup) -> Plan:
     """The plan of one attention layer, by parameter name."""
     of_kv_heads = _of_kv_heads(shape, group)
     plan = {
@@ -84,6 +84,12 @@ def attention_plan(attention: GroupedQueryAttention, shape: AttentionShape, grou
         "o_proj.bias": divided(group),
         "q_norm.weight": summed(group),
         "k_norm.weight": summed(group),
+        "q_a_proj.weight": summed(group),
+        "q_a_layernorm.weight": summed(group),
+        "q_b_proj.weight": split(0),
+        "kv_a_proj_with_mqa.weight": summed(group),
+        "kv_a_layernorm.weight": summed(group),
+        "kv_b_proj.weight": split(0),
         "control.weight": split(0),
         "sink.logits": split(0),
         "sink.key": of_kv_heads,
@@ -112,7 +118,7 @@ def _gate_plan(gate: Gate, of_kv_heads: Part, group: dist.ProcessGroup) -> Plan:
     }
 
 
-def _connect_attention(attention: GroupedQueryAttention, shape: AttentionShape, group: dist.ProcessGroup) -> None:
+def _connect_attention(attention: GatedAttention, shape: AttentionShape, group: dist.ProcessGroup) -> None:
     """What ranks tell each other in one attention layer."""
     _make_region(attention, attention.o_proj, group)
     copies = max(1, group.size() // shape.num_kv_heads)
@@ -122,7 +128,7 @@ def _connect_attention(attention: GroupedQueryAttention, shape: AttentionShape, 
             continue
         if gate.spec.source in ("value", "attention_output"):
             repeats = copies if gate.spec.source == "value" else 1
-            _change_input(gate.projection, partial(_all_heads, head_size=shape.head_size, copies=repeats, group=group))
+            _change_input(gate.projection, partial(_all_heads, head_size=shape.value_size, copies=repeats, group=group))
         if gate.spec.position == "dense_output":
             _change_output(gate.projection, partial(leave, group=group))
         elif gate.spec.sharing == "head_shared":
