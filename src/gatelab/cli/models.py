@@ -153,7 +153,8 @@ def convert(
     source: Annotated[Path, typer.Argument(help="run folder, checkpoint, or Hugging Face folder of a known family")],
     destination: Annotated[Path, typer.Argument(help="new folder")],
     to: Annotated[
-        Literal["gatelab", "qwen3", "qwen3_next", "official", "megatron"], typer.Option(help="what to write")
+        Literal["gatelab", "qwen3", "qwen3_next", "deepseek_v3", "official", "megatron"],
+        typer.Option(help="what to write"),
     ] = "gatelab",
     layout: Annotated[
         Literal["L1", "L2", "L3", "L4", "L5", "L6"] | None,

@@ -11,6 +11,7 @@ from gatelab.gates.spec import GateSpec
 from gatelab.interop import family_settings
 from gatelab.interop.config_keys import ConfigKeys
 from gatelab.interop.family_settings import Fields
+from gatelab.interop.latents import ways_from_pairs
 from gatelab.interop.layouts import Layout
 from gatelab.interop.official import choose_layout, declared_gate
 from gatelab.interop.tensor_files import TensorFiles
@@ -79,7 +80,14 @@ def read_checkpoint(config: Mapping[str, Any], files: TensorFiles, layout: Layou
             f"config.json has {settings.num_layers} layers, but the files have {len(files)} tensors in all; "
             "they are not of this model"
         )
+    if settings.latent is not None and layout != "L1":
+        raise ValueError(
+            f"the gate layout {layout} has the gate's rows among those of q_proj; with latent attention only a gate "
+            "that has a projection of its own (L1) is read"
+        )
     ways = partial(ways_of_families, settings=settings, layout=layout, dialects=family.dialects)
+    if settings.latent is not None and config.get("rope_interleave", True):
+        ways = partial(ways_from_pairs, ways, settings)
     ignored = "|".join([family.ignored, *_predicting_ahead(config, settings)])
     return Checkpoint(settings, layout, our_tensors(files, settings, ways, ignored))
 
@@ -122,6 +130,14 @@ STEP_NAMES = {
     "mlp.selection_bias": "moe.router_bias",
     "mlp.shared_expert.": "share_expert.",
 }
+DEEPSEEK: tuple[Renames, ...] = tuple(
+    {
+        "mlp.selection_bias": "mlp.gate.e_score_correction_bias",
+        "mlp.shared_expert.": "mlp.shared_experts.",
+        GATE: gate,
+    }
+    for gate in ("g_proj", "gate_proj")
+)
 BESIDE_IMAGES = {"model.": "model.language_model."}
 DECLARED: tuple[Renames, ...] = ({}, {GATE: "gate_proj"}, {GATE: "g_proj"})
 NO_TEXT = r"(.*\.)?rotary_emb\.inv_freq$|model\.visual\.|mtp\.|vision_model\.|vit_large_projector\."
@@ -132,6 +148,7 @@ FAMILIES: dict[str, Family] = {
     "llama": Family(family_settings.llama, dialects=DECLARED),
     "qwen3": Family(family_settings.qwen3, dialects=DECLARED),
     "qwen3_moe": Family(family_settings.qwen3_moe, dialects=DECLARED),
+    "deepseek_v3": Family(family_settings.deepseek_v3, dialects=DEEPSEEK),
     "qwen3_next": Family(family_settings.qwen3_next, family_settings.elementwise_in_q_proj, "L2", ignored=NO_TEXT),
     "qwen3_5_text": Family(
         family_settings.full_attention, family_settings.elementwise_in_q_proj, "L2", ({}, BESIDE_IMAGES), NO_TEXT

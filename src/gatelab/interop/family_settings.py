@@ -12,6 +12,7 @@ from typing import Any
 
 from gatelab.gates.spec import GateSpec
 from gatelab.interop.config_keys import ConfigKeys, layer_types, windows
+from gatelab.interop.latents import NORM_EPSILON
 from gatelab.interop.official import GATINGS
 from gatelab.interop.rope_dialects import ropes
 from gatelab.model.settings import RopeSettings
@@ -161,6 +162,51 @@ def qwen3_next(keys: ConfigKeys) -> Fields:
     fields |= _mixture(keys, sparse, num_experts, renormalize=keys.get("norm_topk_prob", True), **shared)
     rope = RopeSettings.parse(fields["rope"])
     return _layers(fields, [rope] * fields["num_layers"], sparse=sparse)
+
+
+def deepseek_v3(keys: ConfigKeys) -> Fields:
+    """Latent attention; experts are chosen among all of them or the model is refused."""
+    keys.only("attention_bias", False)
+    keys.only("num_key_value_heads", keys.require("num_attention_heads"))
+    for key, value in {"scoring_func": "sigmoid", "topk_method": "noaux_tc", "moe_layer_freq": 1}.items():
+        keys.only(key, value)
+    keys.ignore("head_dim", "qk_head_dim", "rope_interleave", "num_nextn_predict_layers")
+    keys.ignore("aux_loss_alpha", "seq_aux", "ep_size")
+    if not keys.says("q_lora_rank"):
+        keys.require("q_lora_rank")
+    latent = {
+        "query_rank": keys.get("q_lora_rank"),
+        "key_value_rank": keys.require("kv_lora_rank"),
+        "unrotated_size": keys.require("qk_nope_head_dim"),
+        "rotated_size": keys.require("qk_rope_head_dim"),
+        "value_size": keys.require("v_head_dim"),
+        "norm_epsilon": NORM_EPSILON,
+    }
+    sizes = _sizes(keys, derived=True)
+    fields = sizes | {
+        "latent": latent,
+        "head_size": latent["unrotated_size"] + latent["rotated_size"],
+        "num_kv_heads": sizes["num_heads"],
+        "qk_norm": False,
+    }
+    num_layers, first = fields["num_layers"], keys.get("first_k_dense_replace", 3)
+    groups, chosen_groups = keys.get("n_group", 8), keys.get("topk_group", 4)
+    sparse = [layer >= first for layer in range(num_layers)]
+    if not any(sparse):
+        keys.ignore("n_routed_experts", "n_shared_experts", "routed_scaling_factor", "norm_topk_prob")
+        fields |= _mixture(keys, sparse, 0)
+    elif groups != chosen_groups:
+        raise ValueError(
+            f"config.json chooses experts in topk_group={chosen_groups} of n_group={groups} groups; GateLab's router "
+            "chooses among all experts"
+        )
+    else:
+        fields |= _mixture(
+            keys, sparse, keys.require("n_routed_experts"), router="sigmoid", selection_bias=True,
+            routed_scale=keys.get("routed_scaling_factor", 2.5), renormalize=keys.get("norm_topk_prob", True),
+            shared_width=keys.require("moe_intermediate_size") * keys.require("n_shared_experts"),
+        )  # fmt: skip
+    return _layers(fields, ropes(keys, ["full_attention"] * num_layers), sparse=sparse)
 
 
 def afmoe(keys: ConfigKeys) -> Fields:

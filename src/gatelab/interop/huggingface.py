@@ -32,6 +32,7 @@ from gatelab.interop.huggingface_attention import (
     AttentionDispatch,
     CachedLayer,
     GateLabAttention,
+    GateLabLatentAttention,
 )
 from gatelab.interop.huggingface_config import GateLabConfig
 from gatelab.interop.model_card import ModelCard, write_model_card
@@ -142,6 +143,7 @@ class GateLabModel(GateLabPreTrainedModel):
         self.layers = nn.ModuleList(_layer(config, layer) for layer in range(settings.num_layers))
         self.norm = RMSNorm(settings.width, settings.norm_epsilon, settings.centred_norms)
         self.ropes = [settings.rope_on_layer(layer) for layer in range(settings.num_layers)]
+        self.rotary_size = settings.rotary_size
         self.rotation = copy.deepcopy(_rotation(config))
         self.gradient_checkpointing = False
         self.post_init()
@@ -175,7 +177,7 @@ class GateLabModel(GateLabPreTrainedModel):
             position_ids = (torch.arange(x.shape[1], device=x.device) + past)[None]
         masks = self._masks(x, attention_mask, position_ids, cache)
         rotations = {
-            rope: None if rope is None else rotation_at(position_ids, rope, self.config.head_dim, x.dtype)
+            rope: None if rope is None else rotation_at(position_ids, rope, self.rotary_size, x.dtype)
             for rope in dict.fromkeys(self.ropes)
         }
         recompute = self.gradient_checkpointing and self.training and torch.is_grad_enabled()
@@ -210,7 +212,8 @@ class GateLabModel(GateLabPreTrainedModel):
 def _layer(config: GateLabConfig, layer: int) -> DecoderLayer:
     """Our layer with transformers' attention functions."""
     module = DecoderLayer(config.settings, layer)
-    module.self_attn = GateLabAttention(config, layer)
+    kind = GateLabAttention if config.settings.latent is None else GateLabLatentAttention
+    module.self_attn = kind(config, layer)
     return module
 
 

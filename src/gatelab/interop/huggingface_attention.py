@@ -11,7 +11,8 @@ from transformers import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from gatelab.interop.huggingface_config import GateLabConfig
-from gatelab.model.attention import GroupedQueryAttention
+from gatelab.model.attention import GatedAttention, GroupedQueryAttention, of_one_size
+from gatelab.model.latent import LatentAttention
 from gatelab.model.sink import Sink
 
 
@@ -63,13 +64,14 @@ class AttentionDispatch(nn.Module):
         self.config = config
 
     def forward(
-        self, module: GateLabAttention, query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments
-    ) -> tuple[Float[Tensor, "B T H C"], Float[Tensor, "B H T S"] | None]:
+        self, module: DispatchedAttention, query: Tensor, key: Tensor, value: Tensor, arguments: AttentionArguments
+    ) -> tuple[Float[Tensor, "B T H Cv"], Float[Tensor, "B H T S"] | None]:
         """Output, and the weights where the function returns them (eager)."""
         name = self.config._attn_implementation or "eager"
         attend = ALL_ATTENTION_FUNCTIONS.get_interface(name, eager_attention)
-        query, key, value = (tensor.transpose(1, 2) for tensor in (query, key, value))
-        return attend(
+        value_size = value.shape[-1]
+        query, key, value = (tensor.transpose(1, 2) for tensor in of_one_size(query, key, value))
+        output, weights = attend(
             module,
             query,
             key,
@@ -80,18 +82,23 @@ class AttentionDispatch(nn.Module):
             sliding_window=module.sliding_window,
             **arguments.keywords,
         )
+        return output[..., :value_size], weights
 
 
-class GateLabAttention(GroupedQueryAttention):
-    """Our attention, whose kernel is transformers' attention function; it has the attributes that these read."""
+class DispatchedAttention(GatedAttention):
+    """Attention of ours whose kernel is transformers' attention function; it has the attributes that these read.
 
-    def __init__(self, config: GateLabConfig, layer: int):
-        super().__init__(config.settings, layer)
+    Abstract: a kind connects itself when it is built.
+    """
+
+    def connect(self, config: GateLabConfig) -> None:
+        """Set what transformers reads, and the kernel."""
+        shape = config.settings.shape_on_layer(self.layer)
         self.config = config
-        self.layer_idx = layer
+        self.layer_idx = self.layer
         self.is_causal = True
-        self.scaling = self.head_size**-0.5
-        self.num_key_value_groups = self.q_proj.out_features // self.k_proj.out_features
+        self.scaling = shape.head_size**-0.5
+        self.num_key_value_groups = shape.num_heads // shape.num_kv_heads
         self.sliding_window = self.window
         self.dispatch = AttentionDispatch(config)
         self.kernel = self._attend
@@ -101,3 +108,19 @@ class GateLabAttention(GroupedQueryAttention):
     ) -> Tensor:
         assert causal and sink is None
         return self.dispatch(self, query, key, value, mask)[0]
+
+
+class GateLabAttention(DispatchedAttention, GroupedQueryAttention):
+    """Grouped-query attention in transformers."""
+
+    def __init__(self, config: GateLabConfig, layer: int):
+        super().__init__(config.settings, layer)
+        self.connect(config)
+
+
+class GateLabLatentAttention(DispatchedAttention, LatentAttention):
+    """Latent attention in transformers, whose caches hold what ours do."""
+
+    def __init__(self, config: GateLabConfig, layer: int):
+        super().__init__(config.settings, layer)
+        self.connect(config)

@@ -107,8 +107,10 @@ def tensor_parallel_plan(settings: ModelSettings) -> dict[str, str] | None:
 
     Each rank computes some heads with their gates. A head-shared gate averages over all heads, one that reads the
     values or the attention output needs them all, and logits without a projection can't be split by module, so models
-    with these have no plan.
+    with these have no plan; nor have those with latent attention, whose latents all heads read.
     """
+    if settings.latent is not None:
+        return None
     attention, mlp = "layers.*.self_attn", "layers.*.mlp"
     plan = {f"{attention}.{name}_proj": "colwise" for name in "qkv"} | {f"{attention}.o_proj": "rowwise"}
     if settings.qk_norm:

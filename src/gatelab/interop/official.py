@@ -31,6 +31,7 @@ GATE_KEYS: dict[str, Granularity] = {
     "attention_output_gate": "elementwise",
     "use_gate": "elementwise",
     "use_head_wise_attn_gate": "headwise",
+    "mla_use_output_gate": "elementwise",
 }
 GATINGS: dict[Any, Granularity] = {True: "headwise", "per-head": "headwise", "per-element": "elementwise"}
 SEPARATE_GATES = ("self_attn.gate_proj.", "self_attn.g_proj.")
@@ -113,7 +114,8 @@ def choose_layout(
 def _granularity(keys: ConfigKeys) -> tuple[Granularity | None, str]:
     """What the gate keys say, and the key that says it."""
     keys.only("gate_attn_act_mode", "sigmoid")
-    keys.only("mla_use_output_gate", False)
+    if not keys.says("kv_lora_rank"):
+        keys.only("mla_use_output_gate", False)
     declared: dict[str, Granularity] = {key: kind for key, kind in GATE_KEYS.items() if keys.get(key)}
     if gating := keys.get("gating"):
         keys.only("gating", *GATINGS)

@@ -3,6 +3,7 @@
 - ``gatelab``: our Hugging Face form (``gatelab.interop.register``), layout L1; any causal model without a sink.
 - ``qwen3``: ungated models as ``Qwen3ForCausalLM`` or ``Qwen3MoeForCausalLM``.
 - ``qwen3_next``: the paper's elementwise gate as ``Qwen3NextForCausalLM`` with full attention alone, layout L2.
+- ``deepseek_v3``: ungated latent attention as ``DeepseekV3ForCausalLM`` with dense feed-forwards.
 - ``official``: the paper's gate, elementwise or headwise, or none, for the paper's public code, layout L3.
 - ``megatron``: the same for Megatron, layout L4 or L5; see :mod:`gatelab.interop.megatron`.
 
@@ -11,7 +12,7 @@ What a target can't express is refused with the reason.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, Literal, NamedTuple
 
@@ -20,12 +21,13 @@ from torch import Tensor
 from gatelab.gates.spec import GateSpec
 from gatelab.interop import megatron
 from gatelab.interop.form import SCHEMA_VERSION, named_sizes
+from gatelab.interop.latents import NORM_EPSILON, in_pairs
 from gatelab.interop.layouts import FusedLayout, GateRows, Layout, merge
 from gatelab.interop.rope_dialects import old_rope_keys, rope_parameters
 from gatelab.interop.tensor_names import GATE, Made, itself, layer_of, output_gate, shapes_of
 from gatelab.model.settings import ModelSettings
 
-To = Literal["gatelab", "qwen3", "qwen3_next", "official", "megatron"]
+To = Literal["gatelab", "qwen3", "qwen3_next", "deepseek_v3", "official", "megatron"]
 Config = dict[str, Any]
 TOKEN_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -55,7 +57,7 @@ def plan(settings: ModelSettings, to: To, dtype: str, tokens: Mapping[str, Any])
         layout = megatron.layout_of(settings)
         config = {"model_type": megatron.MODEL_TYPE, "gatelab_schema_version": SCHEMA_VERSION, "gate_layout": layout}
         return Target({**config, "gatelab": settings.to_mapping(), **about}, megatron.to_megatron(settings), layout)
-    config = {"qwen3": _qwen3_config, "qwen3_next": _qwen3_next_config, "official": _official_config}[to](settings)
+    config = _CONFIGS[to](settings)
     fused: dict[str, FusedLayout] = {"qwen3_next": "L2", "official": "L3"}
     layout = fused.get(to) if settings.gates else None
     shift = (1.0 if settings.centred_norms else 0.0) - (1.0 if to == "qwen3_next" else 0.0)
@@ -68,6 +70,10 @@ def _obstacles(settings: ModelSettings, to: To) -> Iterator[str]:
         yield f"its attention has the sink {settings.sink.kind}"
     if to == "gatelab":
         return
+    if (settings.latent is not None) != (to == "deepseek_v3"):
+        yield f"its attention has {'grouped queries' if settings.latent is None else 'latents'}"
+    if settings.latent is not None and settings.latent.norm_epsilon != NORM_EPSILON:
+        yield f"its latents' norms have epsilon={settings.latent.norm_epsilon:g}, {to} only {NORM_EPSILON:g}"
     if not settings.causal:
         yield "it is not causal"
     if settings.control is not None:
@@ -91,7 +97,7 @@ def _gate_obstacles(settings: ModelSettings, to: To) -> Iterator[str]:
         if to in ("qwen3_next", "megatron"):
             yield "it has no gate on the attention output"
         return
-    if to == "qwen3":
+    if to in ("qwen3", "deepseek_v3"):
         yield "it has gates, and the architecture has none"
         return
     for gate in settings.gates:
@@ -131,7 +137,7 @@ def _mixture_obstacles(settings: ModelSettings, to: To) -> Iterator[str]:
     mixture = settings.mixture
     if mixture is None:
         return
-    if to in ("official", "megatron"):
+    if to in ("official", "megatron", "deepseek_v3"):
         yield f"it is a mixture of experts, written as {to} are dense models alone"
         return
     if mixture.router != "softmax" or mixture.selection_bias or mixture.routed_scale != 1:
@@ -159,7 +165,7 @@ def _tensors(settings: ModelSettings, layout: FusedLayout | None, shift: float) 
         elif "norm" in stem.rsplit(".", 1)[-1] and shift:
             made[name] = Made((name,), partial(_shifted, shift))
         else:
-            made[name] = Made((name,), itself)
+            made[name] = Made((name,), itself) if settings.latent is None else in_pairs(settings, name)
     return made
 
 
@@ -207,13 +213,13 @@ def _sizes(settings: ModelSettings) -> Config:
         **named_sizes(settings),
         "attention_dropout": 0.0,
         "attention_bias": "o" in settings.biased_projections,
-        **old_rope_keys(settings.rope, settings.head_size),
+        **old_rope_keys(settings.rope, settings.rotary_size),
         "use_cache": True,
     }
 
 
 def _rope_parameters(settings: ModelSettings) -> Config:
-    return rope_parameters(settings.rope, settings.head_size)
+    return rope_parameters(settings.rope, settings.rotary_size)
 
 
 def _experts(settings: ModelSettings) -> Config:
@@ -261,6 +267,25 @@ def _qwen3_next_config(settings: ModelSettings) -> Config:
     }
 
 
+def _deepseek_v3_config(settings: ModelSettings) -> Config:
+    latent = settings.latent
+    assert latent is not None
+    return _sizes(settings) | {
+        "architectures": ["DeepseekV3ForCausalLM"],
+        "model_type": "deepseek_v3",
+        "rope_parameters": _rope_parameters(settings),
+        "rope_interleave": True,
+        "head_dim": latent.rotated_size,
+        "q_lora_rank": latent.query_rank,
+        "kv_lora_rank": latent.key_value_rank,
+        "qk_nope_head_dim": latent.unrotated_size,
+        "qk_rope_head_dim": latent.rotated_size,
+        "v_head_dim": latent.value_size,
+        "first_k_dense_replace": settings.num_layers,
+        "num_nextn_predict_layers": 0,
+    }
+
+
 def _official_config(settings: ModelSettings) -> Config:
     granularity = settings.gates[0].granularity if settings.gates else None
     return (
@@ -277,3 +302,11 @@ def _official_config(settings: ModelSettings) -> Config:
             "elementwise_attn_output_gate": granularity == "elementwise",
         }
     )
+
+
+_CONFIGS: dict[str, Callable[[ModelSettings], Config]] = {
+    "qwen3": _qwen3_config,
+    "qwen3_next": _qwen3_next_config,
+    "deepseek_v3": _deepseek_v3_config,
+    "official": _official_config,
+}

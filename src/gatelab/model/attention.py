@@ -69,11 +69,14 @@ def fused_attention(
         return _scaled_dot_product(*extended, causal, head_size**-0.5)[:, -num_queries:, :, :head_size]
     if head_size == value_size:
         return _scaled_dot_product(query, key, value, mask, causal)
-    if head_size < value_size:
-        query, key = (F.pad(tensor, (0, value_size - head_size)) for tensor in (query, key))
-    else:
-        value = F.pad(value, (0, head_size - value_size))
+    query, key, value = of_one_size(query, key, value)
     return _scaled_dot_product(query, key, value, mask, causal, head_size**-0.5)[..., :value_size]
+
+
+def of_one_size(*tensors: Float[Tensor, "*B size"]) -> tuple[Float[Tensor, "*B largest"], ...]:
+    """The tensors filled up with zeros to the most channels that one of them has."""
+    largest = max(tensor.shape[-1] for tensor in tensors)
+    return tuple(F.pad(t, (0, largest - t.shape[-1])) if t.shape[-1] < largest else t for t in tensors)
 
 
 def _scaled_dot_product(

@@ -83,19 +83,18 @@ class LatentAttention(GatedAttention):
         """
         latent, shared = self.kv_a_proj_with_mqa(x)[:, :, None].split(self.token_parts, dim=-1)
         latent = self.kv_a_layernorm(latent)
-        if self.caches_latents:
-            shared = shared if rotation is None else rotate(shared, rotation)
-            if cache is not None:
-                latent, shared = cache.extend(latent, shared)
+        if self.caches_latents and rotation is not None:
+            shared = rotate(shared, rotation)
         key, value = self._expanded(latent, shared)
-        gating = Gating(self.gates, x, value[:, -x.shape[1] :])
+        gating = Gating(self.gates, x, value)
         query = self._rotated("query", self._queries(x), rotation, gating)
         query = query if self.query_factor == 1 else query * self.query_factor
         if not self.caches_latents:
             value = gating.apply("value", value)
             key = self._rotated("key", key, rotation, gating)
-            if cache is not None:
-                key, value = cache.extend(key, value)
+        if cache is not None:
+            kept = cache.extend(*((latent, shared) if self.caches_latents else (key, value)))
+            key, value = self._expanded(*kept) if self.caches_latents else kept
         return self.attend(query, key, value, mask, gating)
 
     def input_projections(self) -> tuple[Linear, ...]:
