@@ -21,6 +21,12 @@ SIZES = {
     "max_context": 64,
     "init_std": 0.3,
 }
+LATENTS = {
+    "num_kv_heads": 6,
+    "head_size": 12,
+    "qk_norm": False,
+    "latent": {"key_value_rank": 10, "unrotated_size": 8, "rotated_size": 4, "value_size": 7},
+}
 
 
 def decoder_of(**changes: object) -> Decoder:
@@ -31,7 +37,7 @@ def decoder_of(**changes: object) -> Decoder:
 
 def naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """Causal attention of (B T H C) queries in which only query 0 sees key 0."""
-    output = torch.zeros_like(query)
+    output = query.new_zeros(*query.shape[:3], value.shape[3])
     for sample in range(query.shape[0]):
         for head in range(query.shape[2]):
             group = head // (query.shape[2] // key.shape[2])
@@ -42,9 +48,10 @@ def naive(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.
     return output
 
 
+@pytest.mark.parametrize("changes", [{}, LATENTS], ids=["grouped queries", "latents"])
 @torch.no_grad()
-def test_only_the_first_query_sees_the_first_key() -> None:
-    decoder = decoder_of()
+def test_only_the_first_query_sees_the_first_key(changes: dict[str, object]) -> None:
+    decoder = decoder_of(**changes)
     ids = torch.randint(97, (3, 17), generator=torch.Generator().manual_seed(1))
     seen = []
 

@@ -21,7 +21,8 @@ from pruned_models import (
 from gatelab.longcontext.kv_pruning.cache import LayerKeys
 from gatelab.longcontext.kv_pruning.driver import PrunedReader, foresee, pruned
 from gatelab.longcontext.kv_pruning.presses import PRESSES, build_press
-from gatelab.model.layer_settings import SinkSettings
+from gatelab.model.decoder import Decoder
+from gatelab.model.layer_settings import LatentSettings, SinkSettings
 
 CONTEXT, KEYS = 21, 6
 MODELS = ("gated", "headwise", "ungated", "sink", "windowed", "llama", "qwen3_next", "gemma3", "laguna")
@@ -238,6 +239,11 @@ def test_mistakes_are_named() -> None:
         with pytest.raises(ValueError, match="no scores of its newest keys"):
             reader.cut(3)
     with pytest.raises(ValueError, match="causal=False"), pruned(build_decoder(causal=False), None):
+        pass
+    latent = LatentSettings(key_value_rank=10, unrotated_size=4, rotated_size=HEAD_SIZE - 4, value_size=7)
+    settings = build_decoder().settings.model_copy(update={"num_kv_heads": HEADS, "qk_norm": False, "latent": latent})
+    message = "latent attention caches one latent for all heads, and pruning drops keys and values head by head"
+    with pytest.raises(ValueError, match=message), pruned(Decoder(settings), None):
         pass
 
 

@@ -15,7 +15,7 @@ from gatelab.longcontext.streaming.models import require_streamable, streaming
 from gatelab.longcontext.streaming.stream import stream_losses
 from gatelab.model.attention import fused_attention
 from gatelab.model.decoder import Decoder
-from gatelab.model.settings import LayerSettings, MixtureSettings, RopeSettings, SinkSettings
+from gatelab.model.settings import LatentSettings, LayerSettings, MixtureSettings, RopeSettings, SinkSettings
 
 WINDOW = 5
 LOCAL_AND_GLOBAL = {
@@ -123,11 +123,18 @@ def test_caches_without_a_meaning_are_refused() -> None:
         WindowCache(4, 0)
 
 
+LATENT = LatentSettings(key_value_rank=10, unrotated_size=8, rotated_size=4, value_size=7)
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"causal": False}, "causal=False lets tokens see later ones; only a causal decoder can read a stream"),
         ({"gates": find_variant("key_after_rope").gates}, "a key gate has placement=after_rope, so its keys can't be"),
+        (
+            {"num_kv_heads": 6, "head_size": 12, "qk_norm": False, "latent": LATENT},
+            "latent attention rotates one key for all heads ahead of its kernel, so its keys can't be turned to new",
+        ),
         (
             {"layers": (LayerSettings(), LayerSettings(window=4))},
             "kept=4 tokens fill the window of 4 tokens of a layer",

@@ -57,6 +57,21 @@ def test_every_gate_goes_with_every_small_recipe(name: str, gate: str, match: st
         assert 0 <= excess < step
 
 
+def test_latent_tiny_goes_with_every_gate_that_stands_behind_its_norms() -> None:
+    baseline = resolve("latent_tiny")
+    step = 8 * 3 * baseline.model.width * baseline.model.num_layers
+    for name, variant in VARIANTS.items():
+        words = [f"gate={name}", "match=parameters"]
+        if any(gate.placement == "before_norm" for gate in variant.gates):
+            with pytest.raises(ValueError, match="placement=before_norm does not go with latent attention"):
+                resolve("latent_tiny", words)
+        else:
+            matched = count_parameters(resolve("latent_tiny", words).model).total
+            assert 0 <= matched - count_parameters(baseline.model).total < step
+    with pytest.raises(ValueError, match=r"sink\.kind=learned_logit does not go with latent attention"):
+        resolve("latent_tiny", ["rival=learned_logit"])
+
+
 @pytest.mark.parametrize(
     "words", [["model.gates.0.layers=[0]"], ["model.gates.0.rank=8"], ["model.num_heads=8"], ["model.num_layers=3"]]
 )
@@ -138,7 +153,7 @@ def test_overrides_reach_every_part() -> None:
         ),
         (
             ["xyz"],
-            r"^recipe 'xyz' is unknown; the choices are: demo, dense_tiny, moe_tiny, backcopy, paper_dense_28l, ",
+            r"^recipe 'xyz' is unknown; the choices are: demo, dense_tiny, moe_tiny, latent_tiny, backcopy, ",
         ),
         (
             ["demo", "gate=sdpa_elementwize"],

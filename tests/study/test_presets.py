@@ -12,6 +12,7 @@ import torch
 from gatelab.gates.variants import VARIANTS
 from gatelab.model.accounting import count_parameters
 from gatelab.model.decoder import Decoder
+from gatelab.model.settings import LatentSettings
 from gatelab.recipes.table import resolve
 from gatelab.settings import difference
 from gatelab.study.jobs import comparison_jobs
@@ -222,6 +223,27 @@ def test_fine_tuning_starts_from_the_runs_that_pretraining_leaves() -> None:
     changed = study_of("open/sft", "micro").changed(["data.chats.path=mine.jsonl"])
     chats = changed.settings_of(changed.arms[1]).data.chats
     assert chats is not None and chats.path == "mine.jsonl"
+
+
+def test_kinds_of_attention_have_equal_parameters_and_the_caches_they_are_known_for() -> None:
+    study, parameters = study_of("open/attention_kinds", "micro"), parameters_of("open/attention_kinds", "micro")
+    kinds = ("grouped", "multi_head", "multi_query", "latent")
+    assert list(parameters) == [f"{kind}{gate}" for kind in kinds for gate in ("", "_headwise", "_elementwise")]
+    assert all(0 <= count / parameters["grouped"] - 1 < 0.005 for count in parameters.values())
+    models = {arm.name: study.settings_of(arm).model for arm in study.arms}
+    assert [models[kind].num_kv_heads for kind in kinds] == [2, 4, 1, 4]
+    assert [models[kind].latent is None for kind in kinds] == [True, True, True, False]
+    assert models["latent"].latent == LatentSettings(
+        key_value_rank=32, unrotated_size=32, rotated_size=16, value_size=32
+    )
+    for kind in kinds:
+        plain, headwise, elementwise = (models[f"{kind}{gate}"] for gate in ("", "_headwise", "_elementwise"))
+        assert not plain.gates and elementwise.gates == VARIANTS["sdpa_elementwise"].gates
+        assert headwise.gates == VARIANTS["sdpa_headwise"].gates
+        assert elementwise.feedforward_width == plain.feedforward_width - 42
+    paper = study_of("open/attention_kinds", "paper")
+    latent = paper.settings_of(paper.arm("latent")).model.latent
+    assert latent == LatentSettings(key_value_rank=512, unrotated_size=128, rotated_size=64, value_size=128), "V2-Lite"
 
 
 def test_unknown_names_are_answered_with_the_nearest() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from gatelab.data.settings import BigramBackcopySettings, CorpusSettings, DataSettings
 from gatelab.gates.variants import find_variant
 from gatelab.model.matching import Match, with_gate
-from gatelab.model.settings import MixtureSettings, ModelSettings
+from gatelab.model.settings import LatentSettings, MixtureSettings, ModelSettings
 from gatelab.train.settings import (
     CheckpointSettings,
     EvaluationSettings,
@@ -72,6 +72,16 @@ def moe_tiny(gate: str = "none", match: Match = "none") -> RunSettings:
     dense = dense_tiny()
     mixture = MixtureSettings(num_experts=8, experts_per_token=2, expert_width=176)
     model = ModelSettings.parse({**dense.model.to_mapping(), "mixture": mixture.to_mapping()})
+    return RunSettings(model=with_gate(model, find_variant(gate), match), data=dense.data, train=dense.train)
+
+
+def latent_tiny(gate: str = "none", match: Match = "none") -> RunSettings:
+    """``dense_tiny`` with latent attention in the proportions of DeepSeek-V2-Lite (arXiv 2405.04434): a cache of 48
+    numbers a token and layer in place of 128."""
+    dense = dense_tiny()
+    latent = LatentSettings(key_value_rank=32, unrotated_size=32, rotated_size=16, value_size=32)
+    changes = {"num_kv_heads": 4, "head_size": 48, "qk_norm": False, "latent": latent.to_mapping()}
+    model = ModelSettings.parse({**dense.model.to_mapping(), **changes})
     return RunSettings(model=with_gate(model, find_variant(gate), match), data=dense.data, train=dense.train)
 
 

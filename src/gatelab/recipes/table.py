@@ -10,7 +10,7 @@ from gatelab.gates.variants import find_variant
 from gatelab.model.matching import Match, matched, with_gate
 from gatelab.model.rivals import find_rival, with_rival
 from gatelab.recipes.paper import dense_70b, paper_dense_28l, paper_dense_48l, paper_moe_15a2b
-from gatelab.recipes.small import backcopy, demo, dense_tiny, moe_tiny
+from gatelab.recipes.small import backcopy, demo, dense_tiny, latent_tiny, moe_tiny
 from gatelab.settings import nearest
 from gatelab.train.settings import RunSettings
 
@@ -20,7 +20,17 @@ _OF_GATES = ("model.gates", "model.control")
 
 RECIPES: dict[str, Recipe] = {
     recipe.__name__: recipe
-    for recipe in (demo, dense_tiny, moe_tiny, backcopy, paper_dense_28l, paper_dense_48l, paper_moe_15a2b, dense_70b)
+    for recipe in (
+        demo,
+        dense_tiny,
+        moe_tiny,
+        latent_tiny,
+        backcopy,
+        paper_dense_28l,
+        paper_dense_48l,
+        paper_moe_15a2b,
+        dense_70b,
+    )
 }
 
 

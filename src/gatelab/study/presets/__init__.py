@@ -1,4 +1,4 @@
-"""Studies by name: the paper's tables, its rivals and the mechanism, each at any scale."""
+"""Studies by name: the paper's tables, its rivals, the mechanism and what is left open, each at any scale."""
 
 from gatelab.study.presets.demo import DEMO
 from gatelab.study.presets.paper_numbers import PAPER_NUMBERS, PaperRow, paper_difference

@@ -7,6 +7,7 @@ from pathlib import Path
 
 from gatelab.settings import nearest
 from gatelab.study.presets.gates import activation, granularity, nonlinearity, positions, sparsity
+from gatelab.study.presets.kinds import attention_kinds
 from gatelab.study.presets.models import (
     dense,
     dense_deep,
@@ -46,6 +47,7 @@ PRESETS: dict[str, Preset] = {
     "rivals": rivals,
     "open/sft": sft,
     "open/quantisation": quantisation,
+    "open/attention_kinds": attention_kinds,
 }
 
 LEFT_OUT: dict[str, str] = {
