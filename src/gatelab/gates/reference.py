@@ -119,7 +119,9 @@ def attend_and_project(block: Block, tokens: Sequence[Token]) -> Vector:
     return apply_gate(block, [output], "dense_output", sources)[0]
 
 
-def attend(query: Vector, keys: Sequence[Vector], values: Sequence[Vector]) -> Vector:
+def attend(
+    query: Vector, keys: Sequence[Vector], values: Sequence[Float[Tensor, " value_channels"]]
+) -> Float[Tensor, " value_channels"]:
     """Softmax attention of one query over the keys up to its own position (causal).
 
     a_s = exp(q . k_s / sqrt(C)) / sum_r exp(q . k_r / sqrt(C));  o = sum_s a_s v_s.

@@ -30,8 +30,8 @@ class CachedLayer:
         self.cache, self.layer = cache, layer
 
     def extend(
-        self, keys: Float[Tensor, "B T K C"], values: Float[Tensor, "B T K C"]
-    ) -> tuple[Float[Tensor, "B S K C"], Float[Tensor, "B S K C"]]:
+        self, keys: Float[Tensor, "B T K C"], values: Float[Tensor, "B T K Cv"]
+    ) -> tuple[Float[Tensor, "B S K C"], Float[Tensor, "B S K Cv"]]:
         """Add keys and values and return those that the cache holds; a static cache has room after the last one."""
         keys, values = self.cache.update(keys.transpose(1, 2), values.transpose(1, 2), self.layer)
         return keys.transpose(1, 2), values.transpose(1, 2)

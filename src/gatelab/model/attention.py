@@ -24,7 +24,7 @@ class LayerCache(Protocol):
     """What remembers one layer's keys and values while decoding."""
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Add (B S K C) keys and values and return all so far."""
+        """Add (B T K C) keys and (B T K Cv) values and return all so far."""
         ...
 
 
@@ -73,7 +73,7 @@ def fused_attention(
     return _scaled_dot_product(query, key, value, mask, causal, head_size**-0.5)[..., :value_size]
 
 
-def of_one_size(*tensors: Float[Tensor, "*B size"]) -> tuple[Float[Tensor, "*B largest"], ...]:
+def of_one_size(*tensors: Float[Tensor, "... _"]) -> tuple[Float[Tensor, "... largest"], ...]:
     """The tensors filled up with zeros to the most channels that one of them has."""
     largest = max(tensor.shape[-1] for tensor in tensors)
     return tuple(F.pad(t, (0, largest - t.shape[-1])) if t.shape[-1] < largest else t for t in tensors)

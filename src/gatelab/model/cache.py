@@ -39,7 +39,11 @@ class GrowingTensor:
 
 
 class LayerKeysValues:
-    """One layer's part of a :class:`KVCache`."""
+    """One layer's part of a :class:`KVCache`.
+
+    Latent attention without a gate on keys or values keeps its latents (B S 1 r) in the place of keys and its rotated
+    keys (B S 1 R) in that of values.
+    """
 
     def __init__(self, capacity: int = 0) -> None:
         self._keys, self._values = GrowingTensor(capacity), GrowingTensor(capacity)
@@ -50,13 +54,13 @@ class LayerKeysValues:
         return self._keys.filled
 
     @property
-    def values(self) -> Float[Tensor, "B S K C"] | None:
+    def values(self) -> Float[Tensor, "B S K Cv"] | None:
         """The values so far; ``None`` before the first."""
         return self._values.filled
 
     def extend(
-        self, keys: Float[Tensor, "B T K C"], values: Float[Tensor, "B T K C"]
-    ) -> tuple[Float[Tensor, "B S K C"], Float[Tensor, "B S K C"]]:
+        self, keys: Float[Tensor, "B T K C"], values: Float[Tensor, "B T K Cv"]
+    ) -> tuple[Float[Tensor, "B S K C"], Float[Tensor, "B S K Cv"]]:
         """Add the newest keys and values and return all S so far."""
         return self._keys.extend(keys), self._values.extend(values)
 

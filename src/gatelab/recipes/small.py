@@ -76,8 +76,10 @@ def moe_tiny(gate: str = "none", match: Match = "none") -> RunSettings:
 
 
 def latent_tiny(gate: str = "none", match: Match = "none") -> RunSettings:
-    """``dense_tiny`` with latent attention in the proportions of DeepSeek-V2-Lite (arXiv 2405.04434): a cache of 48
-    numbers a token and layer in place of 128."""
+    """``dense_tiny`` with latent attention: a cache of 48 numbers for a token and layer in place of 128.
+
+    The proportions are those of DeepSeek-V2-Lite (arXiv 2405.04434).
+    """
     dense = dense_tiny()
     latent = LatentSettings(key_value_rank=32, unrotated_size=32, rotated_size=16, value_size=32)
     changes = {"num_kv_heads": 4, "head_size": 48, "qk_norm": False, "latent": latent.to_mapping()}
