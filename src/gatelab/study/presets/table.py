@@ -17,8 +17,8 @@ from gatelab.study.presets.models import (
     overhead,
     stability,
 )
-from gatelab.study.presets.open_questions import quantisation
 from gatelab.study.presets.post_training import sft
+from gatelab.study.presets.quantisation import quantisation
 from gatelab.study.presets.sinks import mechanism, rivals, sinks
 from gatelab.study.scales import Scale, find_scale
 from gatelab.study.study import Study

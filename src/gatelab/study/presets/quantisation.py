@@ -1,4 +1,4 @@
-"""Questions that the paper raises and leaves open."""
+"""Rounding: does a gated model bear it better?"""
 
 from __future__ import annotations
 
