@@ -11,6 +11,7 @@ import numpy as np
 from gatelab.report.charts import line_chart
 from gatelab.report.page import Figure, Page, Section
 from gatelab.report.tables import Column, Table
+from gatelab.study.presets.arms import uniform_floor
 from gatelab.study.statistics import Estimate, t_interval
 
 Stage = dict[str, Any]
@@ -23,10 +24,12 @@ EXPLORATORY = (
 ARM, STAGE = Column("arm", "arm"), Column("stage", "stage")
 STAGE_NAMES = {
     "trained": "trained at 512",
-    "extended": "base 1e6, trained on at 2,048",
-    "yarn": "YaRN x 4 to 8,192",
+    "extended": "trained on at 2,048",
+    "yarn": "stretched to 8,192",
 }
 BASELINE = "ungated"
+UNWINDOWED = slice(1, None)
+"""The layers that see the whole context: all but the first."""
 PAPER = (
     ("ungated, 32k", 88.89, 85.88, 83.15, 79.50, None, None),
     ("gated, 32k", 90.56, 87.11, 84.61, 79.77, None, None),
@@ -61,33 +64,32 @@ def bucket_of(key: str, start: int) -> Callable[[Stage], float | None]:
     return lambda row: next((bucket["nats"] for bucket in row[key] if bucket["start"] == start), None)
 
 
-def mini_table(rows: Sequence[Stage]) -> Table:
-    """Mini needles by stage, task, arm and length, with the paired difference from the ungated arm."""
-    lengths = sorted({cell["length"] for row in rows for cell in row["mini"]})
-    tasks = list(dict.fromkeys(cell["task"] for row in rows for cell in row["mini"]))
-    columns = [
-        STAGE,
-        Column("task", "task"),
-        ARM,
-        *(Column(str(length), f"{length:,d}", align="right") for length in lengths),
-    ]
+def mini_table(rows: Sequence[Stage], stage: str) -> Table:
+    """Mini needles after a stage, by task, arm and length, with the paired difference from the ungated arm."""
+    of_stage = [row for row in rows if row["stage"] == stage]
+    lengths = sorted({cell["length"] for row in of_stage for cell in row["mini"]})
+    tasks = list(dict.fromkeys(cell["task"] for row in of_stage for cell in row["mini"]))
+    columns = [Column("task", "task"), ARM, *(Column(str(one), f"{one:,d}", align="right") for one in lengths)]
     cells = []
-    for stage, name in STAGE_NAMES.items():
-        for task in tasks:
-            for arm in _arms(rows):
-                scores = {length: over_seeds(rows, arm, stage, mini_score(task, length)) for length in lengths}
-                if any(scores.values()):
-                    base = {length: over_seeds(rows, BASELINE, stage, mini_score(task, length)) for length in lengths}
-                    cells.append(
-                        {"stage": name, "task": task.removeprefix("mini_"), "arm": arm}
-                        | {str(length): _score_text(scores[length], base[length], arm) for length in lengths}
-                    )
-    seeds = len({row["seed"] for row in rows})
+    for task in tasks:
+        base = {length: over_seeds(rows, BASELINE, stage, mini_score(task, length)) for length in lengths}
+        for arm in _arms(of_stage):
+            scores = {length: over_seeds(rows, arm, stage, mini_score(task, length)) for length in lengths}
+            cells.append(
+                {"task": task.removeprefix("mini_"), "arm": arm}
+                | {str(length): _score_text(scores[length], base[length], arm) for length in lengths}
+            )
+    seeds = len({row["seed"] for row in of_stage})
     caption = (
-        f"Mini needles (not RULER), percent, mean of {seeds} seeds; in brackets the 95 % interval of the difference "
-        "from ungated."
+        f"{STAGE_NAMES[stage]}: mini needles (not RULER), percent, mean of {seeds} seeds; in brackets the "
+        "95 % interval of the difference from ungated."
     )
     return Table(columns, cells, caption)
+
+
+def mini_tables(rows: Sequence[Stage]) -> list[Table]:
+    """A table for each stage that was reached."""
+    return [mini_table(rows, stage) for stage in STAGE_NAMES if any(row["stage"] == stage for row in rows)]
 
 
 def sink_table(rows: Sequence[Stage]) -> Table:
@@ -113,17 +115,19 @@ def sink_table(rows: Sequence[Stage]) -> Table:
             cells.append({
                 "stage": name,
                 "arm": arm,
-                "first": fmean(fmean(row["first_token_attention"]) for row in of),
-                "worst": fmean(max(row["first_token_attention"]) for row in of),
-                "floor": of[0]["summary"]["first_token_attention_floor"],
-                "entropy": fmean(fmean(row["entropy"]) for row in of),
+                "first": fmean(fmean(row["first_token_attention"][UNWINDOWED]) for row in of),
+                "worst": fmean(max(row["first_token_attention"][UNWINDOWED]) for row in of),
+                "floor": uniform_floor(of[0]["context"]),
+                "entropy": fmean(fmean(row["entropy"][UNWINDOWED]) for row in of),
                 "largest": max(row["summary"]["largest_activation"] for row in of),
                 "gate": fmean(gates) if gates else None,
                 "masked": _interval_text(estimate([_mean_of_buckets(row["first_key_masked"]) for row in of]), "+.4f"),
             })  # fmt: skip
-    return Table(
-        columns, cells, "Means over seeds and layers; the last column is a difference in nats, with its interval."
+    caption = (
+        "Means over seeds and layers, of attention without the first layer, which sees four tokens; the last column is "
+        "a difference in nats, with its interval."
     )
+    return Table(columns, cells, caption)
 
 
 def paper_table() -> Table:
@@ -136,7 +140,7 @@ def paper_table() -> Table:
 
 def tables_of(rows: Sequence[Stage]) -> list[Table]:
     """What a terminal shows."""
-    return [mini_table(rows), sink_table(rows)]
+    return [*mini_tables(rows), sink_table(rows)]
 
 
 def long_context_page(rows: Sequence[Stage], command: str) -> Page:
@@ -153,7 +157,7 @@ def long_context_page(rows: Sequence[Stage], command: str) -> Page:
         lead=lead,
         command=command,
         sections=[
-            Section("Mini needles", EXPLORATORY, [mini_table(rows), paper_table()]),
+            Section("Mini needles", EXPLORATORY, [*mini_tables(rows), paper_table()]),
             Section("Loss by position", "State of the Union addresses that were held out.", _loss_figures(rows)),
             Section("Sinks, gates, and the first key", "", [sink_table(rows), *_masked_figures(rows)]),
         ],

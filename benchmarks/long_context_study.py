@@ -135,7 +135,7 @@ def figures_of(opened: OpenedModel, job: Job, settings: RunSettings, context: in
         "first_key_masked": [bucket._asdict() for bucket in difference_by_position(masked, losses)],
         "summary": measured.summary(),
         "first_token_attention": measured.layer_means("first_token_attention"),
-        "entropy": measured.layer_means("entropy"),
+        "entropy": measured.layer_means("attention_entropy"),
         "gate_means": [
             {position: gate.whole.mean for position, gate in layer.gates.items()} for layer in measured.layers
         ],

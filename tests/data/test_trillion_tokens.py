@@ -13,7 +13,7 @@ import pytest
 from gatelab.data import shards as shards_module
 from gatelab.data.loader import TrainLoader
 from gatelab.data.shards import HEADER_BYTES, MAGIC, VERSION, ShardHeader, TokenShards, shard_path
-from gatelab.data.window_order import KeyedPermutation
+from gatelab.data.window_order import KeyedPermutation, window_order
 
 NUM_SHARDS, TOKENS = 67, 16_800_000_007  # 1.13e12 tokens in 2.25 TB
 
@@ -64,8 +64,7 @@ def test_batches_take_no_memory_for_the_index(tokens: TokenShards) -> None:
     for step in (10**6, loader.num_windows // 8, 10**9):
         loader.batch(step)
     assert (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024 < 100e6
-    order = loader._orders[10**9 * 8 // loader.num_windows]
-    assert isinstance(order, KeyedPermutation)
+    assert isinstance(window_order(loader.num_windows, 3, 10**9 * 8 // loader.num_windows), KeyedPermutation)
     assert np.array_equal(loader.batch(0).targets, first.targets)
     number = KeyedPermutation(loader.num_windows, "3 0")[5]
     assert first.targets[5].tolist() == tokens[number * 4096 : number * 4096 + 4096].tolist()
