@@ -39,7 +39,7 @@ def folder(tmp_path_factory):
 
 
 def test_the_readme_has_commands():
-    assert len(COMMANDS) == 15
+    assert len(COMMANDS) == 16
 
 
 @pytest.mark.parametrize("command", COMMANDS)
