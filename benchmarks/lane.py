@@ -4,8 +4,8 @@
 
 CONTENDER is a module of ``contenders`` with ``prepare(settings) -> turn``; ``turn()`` does the work once and returns
 figures of it (a dictionary, possibly empty). SETTINGS is a JSON mapping: ``threads``, ``warm_up`` (turns before the
-first counted one), and what the contender reads. Each line on standard input is a number of turns; the answer is one
-JSON line with the seconds of each and the figures of the last. Nothing of GateLab is imported here, so that a peer can
+first counted one), and what the contender reads. Each line on standard input asks for a turn; the answer is one JSON
+line with its seconds and its figures. Nothing of GateLab is imported here, so that a peer can
 run in an environment of its own.
 """
 
@@ -33,13 +33,10 @@ def serve(name: str, settings: dict[str, Any], answers: TextIO) -> None:
     for _ in range(settings["warm_up"]):
         turn()
     answer({"ready": time.perf_counter() - began, "torch": torch.__version__, "python": sys.version.split()[0]})
-    for line in sys.stdin:
-        seconds, figures = [], {}
-        for _ in range(int(line)):
-            began = time.perf_counter()
-            figures = turn()
-            seconds.append(time.perf_counter() - began)
-        answer({"seconds": seconds, "figures": figures})
+    for _ in sys.stdin:
+        began = time.perf_counter()
+        figures = turn()
+        answer({"seconds": time.perf_counter() - began, "figures": figures})
 
 
 if __name__ == "__main__":

@@ -32,7 +32,6 @@ class Contender(NamedTuple):
     module: str
     settings: Mapping[str, Any]
     python: str = sys.executable
-    turns: int = 1
 
 
 class Lane:
@@ -51,10 +50,10 @@ class Lane:
         )
         self.start = self._read()
 
-    def take_turns(self) -> dict[str, Any]:
-        """The seconds of each turn and the last one's figures."""
+    def take_turn(self) -> dict[str, Any]:
+        """The seconds of a turn and its figures."""
         assert self._process.stdin is not None
-        self._process.stdin.write(f"{self.contender.turns}\n")
+        self._process.stdin.write("turn\n")
         self._process.stdin.flush()
         return self._read()
 
@@ -80,7 +79,7 @@ def measure(
     warm_up: int = 3,
     watch: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
-    """A row for each contender: how it started, its seconds per turn in each round, its figures after the last."""
+    """A row for each contender: how it started, the seconds of its turn in each round, its figures after the last."""
     with ExitStack() as stack:
         lanes = []
         for contender in contenders:
@@ -93,8 +92,8 @@ def measure(
         draw = random.Random(0)
         for _ in range(rounds):
             for lane in draw.sample(lanes, len(lanes)):
-                found = lane.take_turns()
-                rows[lane]["seconds"].append(sum(found["seconds"]) / len(found["seconds"]))
+                found = lane.take_turn()
+                rows[lane]["seconds"].append(found["seconds"])
                 rows[lane]["figures"] = found["figures"]
     return list(rows.values())
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-
 from contenders.training import random_batch
 from gatelab.data.loader import Batch
 from gatelab.recipes.table import resolve
@@ -46,5 +44,4 @@ def prepare(settings: Mapping[str, Any]) -> Callable[[], dict[str, float]]:
             figures = take_step(decoder, optimizer, batch, sum_of_nats, run.train)
         return {"loss": figures.loss, "parameters": parameters}
 
-    torch.manual_seed(0)
     return turn
