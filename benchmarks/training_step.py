@@ -49,6 +49,9 @@ def contenders(shape: dict[str, int], compiled: bool, peers: Path | None) -> Ite
     yield Contender("limit", "peak", {})
     yield Contender(OURS, "gatelab_decoder", common | {"words": [GATE]})
     yield Contender("GateLab, ungated", "gatelab_decoder", common | {"words": []})
+    if compiled:
+        plain = common | {"words": [GATE], "plain_attention": True}
+        yield Contender("GateLab, gated, PyTorch's attention", "gatelab_decoder", plain)
     for name, module, gated in (
         (BASELINE, "transformers_qwen3", True),
         ("transformers Qwen3", "transformers_qwen3", False),

@@ -7,6 +7,7 @@ from typing import Any
 
 from contenders.training import random_batch
 from gatelab.data.loader import Batch
+from gatelab.model.attention import GatedAttention, fused_attention
 from gatelab.recipes.table import resolve
 from gatelab.train.loop import build
 from gatelab.train.optimizer import build_optimizer, set_learning_rate
@@ -31,9 +32,13 @@ def run_settings(settings: Mapping[str, Any]) -> RunSettings:
 
 
 def prepare(settings: Mapping[str, Any]) -> Callable[[], dict[str, float]]:
-    """One step on one batch, over and over."""
+    """One step on one batch, over and over; ``settings["plain_attention"]`` leaves attention to PyTorch's kernel."""
     run = run_settings(settings)
     decoder, sum_of_nats = build(run, settings["compile"])
+    if settings.get("plain_attention"):
+        for module in decoder.modules():
+            if isinstance(module, GatedAttention):
+                module.kernel = fused_attention
     optimizer = build_optimizer(decoder, run.train.optimizer)
     set_learning_rate(optimizer, 1.0)
     batch = Batch(*random_batch(settings["shape"]))

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
+from gatelab.model.attention import GatedAttention
 from gatelab.model.decoder import Decoder
+from gatelab.model.fused.blocked_attention import blocked_attention
 
 
 def recompute_layers(decoder: Decoder) -> None:
@@ -33,9 +35,12 @@ def compile_layers(decoder: Decoder) -> None:
     """Compile each layer by itself: all layers of a kind share one graph, so a deep model costs one compilation.
 
     What was compiled before in this process is forgotten, because PyTorch keeps eight graphs of one function and would
-    run the ninth decoder of a study uncompiled.
+    run the ninth decoder of a study uncompiled. Where :func:`blocked_attention` wins, it computes attention.
     """
     torch.compiler.reset()
+    for attention in decoder.modules():
+        if isinstance(attention, GatedAttention):
+            attention.kernel = blocked_attention
     for layer in decoder.model.layers:
         layer.compile(dynamic=False)
 
