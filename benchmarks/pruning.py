@@ -135,7 +135,7 @@ def main() -> None:
     write_atomically(
         given.out / "summary.json", json.dumps({"settings": settings_in(given), "rows": summary}, indent=1) + "\n"
     )
-    for arm in ARMS:
+    for arm in dict.fromkeys(row["arm"] for row in summary):
         console.print(to_terminal(table_of(summary, arm, "prefill")))
     write_page(pruning_page(summary, settings_in(given)), given.out / "report.html")
 
