@@ -162,5 +162,5 @@ def test_too_few_seeds_are_refused(num_seeds, message):
 def test_arms_with_other_numbers_of_seeds_are_refused():
     arms = metric(gated=0.0)
     arms["gated"] = arms["gated"][:4]
-    with pytest.raises(ValueError, match="arm gated has 4 seeds and the baseline 5; give one value a seed"):
+    with pytest.raises(ValueError, match="arm gated has 4 seeds and ungated 5; give one value a seed"):
         compare_arms(arms, "ungated")

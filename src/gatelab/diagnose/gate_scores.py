@@ -30,8 +30,8 @@ class ScoreStatistics(NamedTuple):
     passes for bounded while all scores lie in [0, 1]).
 
     ``binary_entropy`` is the mean of :func:`~gatelab.diagnose.entropy.binary_entropy` over the scores: how undecided
-    they are. ``histogram_entropy`` is that of the 20 bins: how much they differ, at most log 20 = 3.0. Both in nats, and
-    ``None`` for scores that are added or, by their activation or by their values, no share between 0 and 1.
+    they are. ``histogram_entropy`` is that of the 20 bins: how much they differ, at most log 20 = 3.0. Both in nats,
+    and ``None`` for scores that are added or, by their activation or by their values, no share between 0 and 1.
     """
 
     mean: float
