@@ -279,7 +279,8 @@ def _dependence(study: Study, one: Interaction, values: Mapping[str, Mapping[int
         return Dependence(one.name, None, None, None, len(seeds))
     found = difference_of_differences(arrays, one.changed, one.plain) if len(seeds) > 1 else None
     difference = mean_over_seeds((effects[0] - effects[1]).tolist()) if found is None else found.difference
-    return Dependence(one.name, *(mean_over_seeds(each.tolist()) for each in effects), difference, len(seeds))
+    changed, plain = (mean_over_seeds(each.tolist()) for each in effects)
+    return Dependence(one.name, changed, plain, difference, len(seeds))
 
 
 def _value(result: JobResult, quantity: Callable[[JobResult], float | None]) -> float:

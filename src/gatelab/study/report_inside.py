@@ -20,8 +20,8 @@ HEADS_DEFINITION = (
 GATE_DEFINITION = "Mean over layers, tokens, heads and, for an elementwise gate, channels."
 GATE_ENTROPY_DEFINITION = (
     "Entropy of a score s: -s log s - (1 - s) log(1 - s), 0.69 at 0.5, 0 where a gate is shut or open. Of the "
-    "histogram: that of 20 equal bins, 0 where all scores are alike. The correlation is over the heads and queries of a "
-    "layer. Means over layers."
+    "histogram: that of 20 equal bins, 0 where all scores are alike. The correlation is over the heads and queries of "
+    "a layer. Means over layers."
 )
 
 Content = list[Figure | Table | None]
