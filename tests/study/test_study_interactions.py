@@ -71,7 +71,8 @@ def test_the_interaction_is_worked_out_from_the_runs_own_files(folder: Path) -> 
         interval = t_interval(numbers)
         assert row[key] == f"{interval.value:+.2f}"
         assert row[f"{key}_interval"] == f"[{interval.low:+.2f}, {interval.high:+.2f}]"
-    assert row["seeds"] == "3 of 3" and row["arms"] == "gated_cold − ungated_cold, less gated − ungated"
+    assert "reads: cold, gated_cold less ungated_cold against gated less ungated. Intervals" in table.caption
+    assert "seeds" not in row
     assert isinstance(figure, Figure)
     cold, warm = gains(folder, "heldout_loss")
     loss, shown = t_interval(cold - warm), by_first(others)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from typing import Any
 
 from gatelab.report.charts import Reference, dot_interval_chart
@@ -31,34 +30,35 @@ def interactions_section(findings: Findings) -> Section:
 
 def interaction_table(findings: Findings) -> Table | None:
     """A row for each interaction: both differences, and the one less the other, with 95 % t intervals over seeds."""
-    metric, study = findings.metric, findings.study
-    arms = {one.name: f"{_minus(one.changed)}, less {_minus(one.plain)}" for one in study.interactions}
+    metric, num_seeds = findings.metric, len(findings.study.seeds)
+    known = [one for one in findings.dependences(metric) if one.difference is not None]
     rows = [
         {
             "change": one.name,
+            "seeds": f"{one.num_pairs} of {num_seeds}",
+            **_cells("difference", one.difference),
             **_cells("changed", one.changed),
             **_cells("plain", one.plain),
-            **_cells("difference", one.difference),
-            "seeds": f"{one.num_pairs} of {len(study.seeds)}",
-            "arms": arms[one.name],
         }
-        for one in findings.dependences(metric)
-        if one.difference is not None
+        for one in known
     ]
     signed = f"+{metric.format}"
     columns = [
         _CHANGE,
+        *([] if all(one.num_pairs == num_seeds for one in known) else [Column("seeds", "seeds", align="right")]),
+        Column("difference", "difference", signed),
+        Column("difference_interval", "95 %", signed),
         Column("changed", "with it", signed),
         Column("changed_interval", "95 %", signed),
         Column("plain", "without it", signed),
         Column("plain_interval", "95 %", signed),
-        Column("difference", "difference of the two", signed),
-        Column("difference_interval", "95 %", signed),
-        Column("seeds", "seeds", align="right"),
-        Column("arms", "arms"),
     ]
     unit = " in nats per token" if metric.key == LOSS else ""
-    caption = f"Differences in {metric.title}{unit}. Intervals: Student's t over seeds, paired by seed."
+    arms = "; ".join(
+        f"{one.name}, {' less '.join(one.changed)} against {' less '.join(one.plain)}"
+        for one in findings.study.interactions
+    )
+    caption = f"Differences in {metric.title}{unit}: {arms}. Intervals: Student's t over seeds, paired by seed."
     return Table(columns, rows, caption) if rows else None
 
 
@@ -102,7 +102,3 @@ def _cells(key: str, estimate: Estimate | None) -> Cells:
 def _text(estimate: Estimate, format: str) -> str:
     value, *ends = (f"{one:+{format}}" for one in estimate)
     return value if math.isnan(estimate.low) else f"{value} [{', '.join(ends)}]"
-
-
-def _minus(arms: Sequence[str]) -> str:
-    return " − ".join(arms)
