@@ -91,7 +91,9 @@ def _gate_rows(num_layers: int, num_heads: int) -> Iterator[dict]:
                 yield row(f"gate_{limit}{at}", share, **place)
             yield row(f"gate_shut{at}", int(mean < 0.051), **place)
             yield row(f"gate_sparse{at}", int(mean < 0.06), **place)
+            yield row(f"gate_binary_entropy{at}", 0.21, **place)
             yield row(f"gate_sink_correlation{at}", -0.3, **place)
+            yield row(f"gate_attention_entropy_correlation{at}", 0.17, **place)
         for number in range(20):
             yield row(f"gate_histogram{at}", 400 - 19 * number + layer, layer=layer, channel=number)
         yield row("output_magnitude", 0.3 + 0.01 * layer, layer=layer)

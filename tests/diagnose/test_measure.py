@@ -388,7 +388,8 @@ def test_rows_have_all_columns_and_json_all_figures() -> None:
         "third_activation", "third_activation_token", "median_activation", "activation_ratio", "share_above_100",
         "share_above_1000_medians", "activation_kurtosis", "residual_norm",
         *(f"{metric}[{position}]" for position in ("sdpa_output", "value") for metric in (
-            "gate_mean", "gate_below_0.01", "gate_below_0.1", "gate_above_0.9", "gate_sink_correlation")),
+            "gate_mean", "gate_below_0.01", "gate_below_0.1", "gate_above_0.9", "gate_sink_correlation",
+            "gate_binary_entropy", "gate_histogram_entropy", "gate_attention_entropy_correlation")),
     }  # fmt: skip
     assert all(math.isfinite(row["value"]) and row["n"] > 0 for row in rows)
     json.dumps(found.to_mapping(), allow_nan=False)

@@ -2,11 +2,13 @@
 
 import itertools
 import json
+import math
 
 import numpy as np
 import pytest
+from student_by_loops import mean_and_deviation, student_quantile
 
-from gatelab.study.contrasts import compare_arms, holm
+from gatelab.study.contrasts import compare_arms, difference_of_differences, holm
 from gatelab.study.power import minimum_detectable_difference, seeds_for_verdict
 from gatelab.study.statistics import difference_p_values, equality_p_values, t_interval
 
@@ -162,5 +164,53 @@ def test_too_few_seeds_are_refused(num_seeds, message):
 def test_arms_with_other_numbers_of_seeds_are_refused():
     arms = metric(gated=0.0)
     arms["gated"] = arms["gated"][:4]
-    with pytest.raises(ValueError, match="arm gated has 4 seeds and the baseline 5; give one value a seed"):
+    with pytest.raises(ValueError, match="arm gated has 4 seeds and ungated 5; give one value a seed"):
         compare_arms(arms, "ungated")
+
+
+def two_by_two():
+    """Gated and ungated, warm and cold: seeds and cold move both arms alike, and each run has a little of its own."""
+    rng = np.random.default_rng(5)
+    shared, cold = rng.normal(0, 0.5, 7), rng.normal(0, 0.2, 7)
+    arms = {"gated_cold": 3.05 + cold, "ungated_cold": 3.3 + cold, "gated": 3.0, "ungated": 3.1}
+    return {arm: values + shared + rng.normal(0, 0.003, 7) for arm, values in arms.items()}
+
+
+CHANGED, PLAIN = ("gated_cold", "ungated_cold"), ("gated", "ungated")
+
+
+def test_a_difference_of_differences_is_that_of_a_loop_over_seeds():
+    arms = two_by_two()
+    numbers = []
+    for seed in range(7):
+        with_change = arms["gated_cold"][seed] - arms["ungated_cold"][seed]
+        numbers.append(with_change - (arms["gated"][seed] - arms["ungated"][seed]))
+    mean, deviation = mean_and_deviation(numbers)
+    half = student_quantile(6, 0.975) * deviation / math.sqrt(7)
+    found = difference_of_differences(arms, CHANGED, PLAIN)
+    assert found.difference == pytest.approx((mean, mean - half, mean + half), rel=1e-6)
+    assert found.num_seeds == 7 and found.standard_deviation == pytest.approx(deviation)
+    assert found.difference.high < -0.1 < -half, "a gain of 0.25 cold and of 0.1 warm, and what seeds share is gone"
+    assert difference_of_differences(arms, PLAIN, CHANGED).difference.value == pytest.approx(-mean)
+
+
+def test_an_arm_that_diverged_leaves_no_difference_of_differences():
+    for lost in (math.nan, math.inf):
+        arms = two_by_two()
+        arms["ungated_cold"][3] = arms["gated_cold"][3] = lost
+        assert difference_of_differences(arms, CHANGED, PLAIN) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"gated": None}, "'gated' is no arm with results; did you mean 'ungated'?"),
+        ({"gated_cold": np.ones(4)}, "arm gated_cold has 4 seeds and ungated 7; give one value a seed"),
+        (dict.fromkeys(two_by_two(), np.ones(1)), "1 seed says nothing about other seeds; train with at least 2"),
+    ],
+)
+def test_arms_without_four_times_the_same_seeds_are_refused(changes, message):
+    arms = {arm: values for arm, values in {**two_by_two(), **changes}.items() if values is not None}
+    with pytest.raises(ValueError) as error:
+        difference_of_differences(arms, CHANGED, PLAIN)
+    assert message in str(error.value)

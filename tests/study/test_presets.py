@@ -22,7 +22,7 @@ from gatelab.study.scales import SCALES, find_scale
 from gatelab.study.study import Arm, Study
 from gatelab.train.checkpoint import path_of_step
 
-REFUSED = {("paper/sinks", "mechanism"), ("open/sft", "mechanism")} | {
+REFUSED = {("paper/sinks", "mechanism"), ("open/sft", "mechanism"), ("open/why", "mechanism")} | {
     ("mechanism", scale) for scale in SCALES if scale != "mechanism"
 }
 PAIRS = [(preset, scale) for preset in PRESETS for scale in SCALES if (preset, scale) not in REFUSED]
@@ -76,9 +76,11 @@ def test_arms_differ_exactly_by_what_they_declare(preset: str, scale: str) -> No
 def test_matched_arms_have_the_baselines_parameters(preset: str, scale: str) -> None:
     study, parameters = study_of(preset, scale), parameters_of(preset, scale)
     limit = 0.009 if scale == "paper" else 0.005
+    ungated_twins = dict(one.changed for one in study.interactions)
     for arm in study.arms:
         if is_matched(arm) or "rival" in "".join(arm.assignments):
-            assert 0 <= parameters[arm.name] / parameters[study.baseline] - 1 < limit, arm.name
+            twin = ungated_twins.get(arm.name, study.baseline)
+            assert 0 <= parameters[arm.name] / parameters[twin] - 1 < limit, arm.name
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS.keys() - {"paper/moe", "paper/overhead"}))
@@ -244,6 +246,28 @@ def test_kinds_of_attention_have_equal_parameters_and_the_caches_they_are_known_
     paper = study_of("open/attention_kinds", "paper")
     latent = paper.settings_of(paper.arm("latent")).model.latent
     assert latent == LatentSettings(key_value_rank=512, unrotated_size=128, rotated_size=64, value_size=128), "V2-Lite"
+
+
+def test_what_a_gate_owes_to_other_choices_is_asked_in_pairs() -> None:
+    """The arms of tables 3 and 4 at the SDPA output, the identity, and three changes to an ungated and a gated arm."""
+    study = study_of("open/why", "micro")
+    gates = {word for arm in study.arms for word in arm.assignments if word.startswith("gate=")}
+    of_tables = {
+        arm.assignments[0]
+        for name in ("nonlinearity", "sparsity")
+        for arm in study_of(f"paper/{name}", "micro").arms[1:]
+    }
+    assert gates == (of_tables - {"gate=value_elementwise", "gate=sdpa_head_shared"}) | {"gate=sdpa_identity"}
+    assert (len(study.arms), study.metric, study.seeds) == (16, "heldout_loss", (0, 1, 2))
+    changes = {"qk_norm_off": "model.qk_norm", "bos_off": "data.bos_in_every_window"}
+    changes["weight_decay_0"] = "train.optimizer.weight_decay"
+    assert [one.name for one in study.interactions] == list(changes)
+    for one in study.interactions:
+        assert one.plain == ("sdpa_elementwise", "ungated")
+        for arm, plain in zip(one.changed, one.plain, strict=True):
+            found = difference(study.settings_of(study.arm(plain)), study.settings_of(study.arm(arm)))
+            assert list(found) == [changes[one.name]], arm
+    assert [one.name for one in study_of("open/why", "paper").interactions][1] == "bos_on"
 
 
 def test_unknown_names_are_answered_with_the_nearest() -> None:

@@ -24,6 +24,7 @@ def test_demo_arms_have_matched_parameters() -> None:
     assert max(totals) / min(totals) < 1.003
 
 
+INTERACTION = {"name": "cold", "changed": ["ungated", "gated"], "plain": ["gated", "ungated"]}
 FIVE = {"seeds": [0, 1, 2, 3, 4], "smallest_difference": 0.02}
 
 
@@ -48,6 +49,21 @@ FIVE = {"seeds": [0, 1, 2, 3, 4], "smallest_difference": 0.02}
         ({"seeds": [0, 0]}, "seeds=[0, 0] names one of them twice; once is possible"),
         ({"seeds": []}, "seeds cannot be []"),
         ({"metric": "heldout_los"}, "did you mean 'heldout_loss'?"),
+        ({"metric": "attention_entrop"}, "did you mean 'attention_entropy'?"),
+        (
+            {**FIVE, "confirmatory": ["gated"], "metric": "gated_output_effective_rank"},
+            "metric gated_output_effective_rank describes what a model does, so no arm of study tiny can be better or",
+        ),
+        (
+            {"interactions": [{**INTERACTION, "changed": ["gatd", "ungated"]}]},
+            "interaction cold of study tiny names 'gatd', which is no arm; did you mean 'gated'?",
+        ),
+        (
+            {"interactions": [{**INTERACTION, "changed": INTERACTION["plain"]}]},
+            "interaction cold of study tiny compares gated with ungated and gated with ungated; name two pairs of two",
+        ),
+        ({"interactions": [{**INTERACTION, "plain": ["gated", "gated"]}]}, "name two pairs of two arms"),
+        ({"interactions": 2 * [INTERACTION]}, "interactions=['cold', 'cold'] names one of them twice; once is"),
         ({"confirmatory": ["gatd"]}, "confirmatory names 'gatd', which is no arm to compare; did you mean 'gated'?"),
         ({"confirmatory": ["ungated"]}, "confirmatory names 'ungated', which is no arm to compare"),
         (
@@ -84,7 +100,7 @@ def test_one_seed_is_warned_of() -> None:
 
 
 def test_a_study_survives_its_file() -> None:
-    study = synthetic_study(**FIVE, learning_rates=[1e-5, 2e-3, 4e-3], scale="micro")
+    study = synthetic_study(**FIVE, learning_rates=[1e-5, 2e-3, 4e-3], scale="micro", interactions=[INTERACTION])
     assert Study.from_yaml(study.to_yaml()) == study
     assert isinstance(study.arms[0], Arm)
 

@@ -118,6 +118,7 @@ def test_every_section_is_there(folder: Path) -> None:
         "Learning",
         "First-token attention",
         "Hidden states",
+        "What heads write",
         "Gates",
         "Stability",
         "Cost",

@@ -20,7 +20,7 @@ def diagnose(
     corpus: Annotated[str | None, typer.Option(help="or on the held-out part of this corpus, by name")] = None,
     length: Annotated[int | None, typer.Option(help="tokens of a sample; 4096, or what the model can read")] = None,
     samples: Annotated[int, typer.Option(help="number of samples")] = 4,
-    full: Annotated[bool, typer.Option("--full", help="add entropy, distance, top keys, delimiters, ranks")] = False,
+    full: Annotated[bool, typer.Option("--full", help="add distance, top keys, delimiters, ranks of weights")] = False,
     clamp: Annotated[bool, typer.Option("--clamp", help="add perplexity with the gates held at their means")] = False,
     precision: Annotated[bool, typer.Option("--precision", help="add the error of bfloat16 against float32")] = False,
     out: Annotated[Path | None, typer.Option(help="folder to write; runs/diagnosis/NAME when left out")] = None,

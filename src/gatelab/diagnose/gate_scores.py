@@ -9,11 +9,14 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from gatelab.diagnose.attention import widened
+from gatelab.diagnose.correlation import Correlation, CorrelationTotals
+from gatelab.diagnose.entropy import binary_entropy, histogram_entropy
 
 HISTOGRAM_BINS = 20
 _FINE_BINS = 2000  # bins of 0.0005: all thresholds below are edges of them
 _MOST_COUNTED = 2**24  # a float32 count stops here
-BOUNDED_ACTIVATIONS = frozenset({"sigmoid", "ns_sigmoid", "double_sigmoid"})
+UNIT_ACTIVATIONS = frozenset({"sigmoid", "ns_sigmoid"})
+BOUNDED_ACTIVATIONS = UNIT_ACTIVATIONS | {"double_sigmoid"}
 SHUT_BELOW, SHUT_SHARE, SPARSE_SHARE, TOKENS_TO_JUDGE = 0.05, 0.999, 0.95, 10_000
 
 
@@ -25,6 +28,10 @@ class ScoreStatistics(NamedTuple):
     shut when 99.9 % of its scores are below 0.05, and sparse when 95 % are. ``None``: that is not said with fewer than
     10,000 tokens, of scores that are added, and of activations that are not bounded (an activation that is not known
     passes for bounded while all scores lie in [0, 1]).
+
+    ``binary_entropy`` is the mean of :func:`~gatelab.diagnose.entropy.binary_entropy` over the scores: how undecided
+    they are. ``histogram_entropy`` is that of the 20 bins: how much they differ, at most log 20 = 3.0. Both in nats,
+    and ``None`` for scores that are added or, by their activation or by their values, no share between 0 and 1.
     """
 
     mean: float
@@ -36,6 +43,8 @@ class ScoreStatistics(NamedTuple):
     first_token_n: int
     is_shut: bool | None
     is_sparse: bool | None
+    binary_entropy: float | None
+    histogram_entropy: float | None
     histogram: list[int]
     n: int
 
@@ -46,12 +55,15 @@ class GateStatistics(NamedTuple):
     ``sink_correlation`` is by query head: Pearson's correlation over queries between the query's score (mean over
     channels; of its key/value head for value and key gates) and its attention to the first real key, that key's own
     query left out. ``None`` where one of them does not vary. ``queries`` counts them, ``tokens`` all real
-    tokens.
+    tokens. ``entropy_correlation`` is that of the same score with the entropy of the head's attention at that query,
+    over the queries that see two keys or more; ``None`` for an input-independent gate. Entropy grows with the number of
+    keys, so a score that changes along the text correlates with it.
     """
 
     whole: ScoreStatistics
     by_head: list[ScoreStatistics]
     sink_correlation: list[float | None]
+    entropy_correlation: Correlation | None
     tokens: int
     queries: int
 
@@ -63,10 +75,9 @@ class GateTotals:
         self.activation, self.is_added = activation, is_added
         self.tokens = 0
         self.histograms: Int[Tensor, "N fine_bins"] | None = None
-        self.sums: Float[Tensor, "N 2"] | None = None
+        self.sums: Float[Tensor, "N 3"] | None = None
         self.scores_by_head, self.first_scores_by_head, self.within_unit = 0, 0, True
-        self.moments: Float[Tensor, "5 H"] | None = None
-        self.pairs = 0
+        self.with_sink, self.with_entropy = CorrelationTotals(), CorrelationTotals()
         self.depends_on_input = True
 
     def add(
@@ -93,7 +104,8 @@ class GateTotals:
         per_head = scores.transpose(0, 1).flatten(1)
         histograms = torch.stack([_fine_histogram(one) for one in per_head]).cpu()
         by_token = scores.sum(2, dtype=torch.float64)
-        sums = torch.stack([part.sum(0) for part in (by_token, by_token[is_first])], dim=1).cpu()
+        entropy = binary_entropy(scores.clamp(0, 1)).sum(2, dtype=torch.float64)
+        sums = torch.stack([part.sum(0) for part in (by_token, by_token[is_first], entropy)], dim=1).cpu()
         self.within_unit &= bool(((per_head >= 0) & (per_head <= 1)).all())
         self.histograms = histograms if self.histograms is None else self.histograms + histograms
         self.sums = sums if self.sums is None else self.sums + sums
@@ -107,15 +119,16 @@ class GateTotals:
         counted: Bool[Tensor, "#B T"],
     ) -> None:
         """Add the counted queries' pairs of score and attention to the first real key, for the correlation."""
-        if scores.shape[1] != mass.shape[2]:
-            return
-        by_head = widened(scores).mean(3).transpose(1, 2)
-        by_head = by_head.repeat_interleave(mass.shape[1] // by_head.shape[1], 1)
-        counted = counted.expand(len(mass), -1)
-        x, y = (torch.where(counted[:, None], one, 0).double() for one in (by_head, mass))
-        moments = torch.stack([one.sum((0, 2)) for one in (x, y, x * x, y * y, x * y)]).cpu()
-        self.moments = moments if self.moments is None else self.moments + moments
-        self.pairs += int(counted.sum())
+        _add_pairs(self.with_sink, scores, mass, counted)
+
+    def add_entropies(
+        self,
+        scores: Float[Tensor, "#B #T N C1"],
+        entropy: Float[Tensor, "B H T"],
+        counted: Bool[Tensor, "#B T"],
+    ) -> None:
+        """Add the counted queries' pairs of score and entropy of attention, for the correlation."""
+        _add_pairs(self.with_entropy, scores, entropy, counted)
 
     def statistics(self) -> GateStatistics | None:
         """The figures over all passes; ``None`` when no real token came."""
@@ -124,17 +137,26 @@ class GateTotals:
         parts = (self.histograms, self.sums)
         heads = [self._statistics(*head, num_heads=1) for head in zip(*parts, strict=True)]
         whole = self._statistics(*(part.sum(0) for part in parts), num_heads=len(self.histograms))
-        return GateStatistics(whole, heads, self._correlation(), self.tokens, self.pairs)
+        with_sink = self.with_sink.correlation()
+        return GateStatistics(
+            whole=whole,
+            by_head=heads,
+            sink_correlation=with_sink.by_head if with_sink else [],
+            entropy_correlation=self.with_entropy.correlation(),
+            tokens=self.tokens,
+            queries=self.with_sink.count,
+        )
 
     def _statistics(
-        self, histogram: Int[Tensor, "fine_bins"], sums: Float[Tensor, "2"], num_heads: int
+        self, histogram: Int[Tensor, "fine_bins"], sums: Float[Tensor, "3"], num_heads: int
     ) -> ScoreStatistics:
         n, first = num_heads * self.scores_by_head, num_heads * self.first_scores_by_head
-        total, first_total = sums.tolist()
+        total, first_total, entropy = sums.tolist()
+        counts = histogram.view(HISTOGRAM_BINS, -1).sum(1)
         below_hundredth, below_limit, below_tenth, below_nine_tenths = (
             float(histogram[: round(limit * _FINE_BINS)].sum()) / n for limit in (0.01, SHUT_BELOW, 0.1, 0.9)
         )
-        judged = self._can_be_judged()
+        judged, is_share = self._can_be_judged(), self._is_share()
         return ScoreStatistics(
             mean=total / n,
             below_hundredth=below_hundredth,
@@ -145,7 +167,9 @@ class GateTotals:
             first_token_n=first,
             is_shut=below_limit >= SHUT_SHARE if judged else None,
             is_sparse=below_limit >= SPARSE_SHARE if judged else None,
-            histogram=histogram.view(HISTOGRAM_BINS, -1).sum(1).tolist(),
+            binary_entropy=entropy / n if is_share else None,
+            histogram_entropy=float(histogram_entropy(counts)) if is_share else None,
+            histogram=counts.tolist(),
             n=n,
         )
 
@@ -153,18 +177,23 @@ class GateTotals:
         is_bounded = self.within_unit if self.activation is None else self.activation in BOUNDED_ACTIVATIONS
         return is_bounded and not self.is_added and self.tokens >= TOKENS_TO_JUDGE
 
-    def _correlation(self) -> list[float | None]:
-        if self.moments is None or not self.pairs:
-            return []
-        x, y, xx, yy, xy = self.moments / self.pairs
-        found: list[float | None] = []
-        for covariance, *variances in zip(xy - x * y, xx - x * x, yy - y * y, strict=True):
-            # A variance that is all rounding error is none.
-            has_spread = all(
-                variance > 1e-12 * mean for variance, mean in zip(variances, (xx.max(), yy.max()), strict=True)
-            )
-            found.append(float(covariance / (variances[0] * variances[1]).sqrt()) if has_spread else None)
-        return found
+    def _is_share(self) -> bool:
+        is_named = self.activation is None or self.activation in UNIT_ACTIVATIONS
+        return is_named and self.within_unit and not self.is_added
+
+
+def _add_pairs(
+    totals: CorrelationTotals,
+    scores: Float[Tensor, "#B #T N C1"],
+    of_attention: Float[Tensor, "B H T"],
+    counted: Bool[Tensor, "#B T"],
+) -> None:
+    """Each query head's own score, mean over channels; nothing of an input-independent gate."""
+    num_samples, num_heads, num_queries = of_attention.shape
+    if scores.shape[1] == num_queries:
+        by_head = widened(scores).mean(3).transpose(1, 2)
+        by_head = by_head.repeat_interleave(num_heads // by_head.shape[1], 1).expand(num_samples, -1, -1)
+        totals.add(by_head, of_attention, counted)
 
 
 def _fine_histogram(scores: Float[Tensor, "n"]) -> Int[Tensor, "fine_bins"]:

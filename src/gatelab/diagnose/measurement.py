@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -95,15 +95,23 @@ class Measurement:
     @property
     def gate_mean(self) -> float | None:
         """Mean gate score over layers and positions; ``None`` for an ungated model."""
-        means = [gate.whole.mean for layer in self.layers for gate in layer.gates.values()]
-        return _mean(means) if means else None
+        return self._mean_of_gates(lambda gate: gate.whole.mean)
+
+    def _mean_of_gates(self, figure: Callable[[GateStatistics], float | None]) -> float | None:
+        """A figure's mean over the gates of all layers and positions that have it; ``None`` where none has."""
+        found = [figure(gate) for layer in self.layers for gate in layer.gates.values()]
+        known = [value for value in found if value is not None]
+        return _mean(known) if known else None
 
     def summary(self) -> dict[str, float | int | None]:
         """The figures that are logged during training, by name.
 
         ``first_token_attention`` is the paper's F-Attn and ``mean_activation_maximum`` its M-Act: the largest |h| of
-        each layer's output, averaged over layers. Of a query set NAME there are ``first_token_attention[NAME]``, its
-        floor, the attention to a learned sink and the mean gate score.
+        each layer's output, averaged over layers. ``gated_output_effective_rank`` is that of what the output projection
+        reads of each head, and ``attention_entropy`` in nats, both mean over heads, then layers. Those of gates are
+        defined at :class:`~gatelab.diagnose.gate_scores.ScoreStatistics`, mean over layers and positions, and
+        ``gate_attention_entropy_correlation`` is over the heads and queries of a layer. Of a query set NAME there are
+        ``first_token_attention[NAME]``, its floor, the attention to a learned sink and the mean gate score.
         """
         first_token = self.layer_means("first_token_attention")
         maxima = [hidden.value for hidden in self.layer_outputs]
@@ -114,7 +122,12 @@ class Measurement:
             "sink_rate": self.mean("sink_rate"),
             "largest_activation": max(maxima, default=None),
             "mean_activation_maximum": _mean(maxima) if maxima else None,
+            "gated_output_effective_rank": self.mean("gated_output_effective_rank"),
+            "attention_entropy": self.mean("attention_entropy"),
             "gate_mean": self.gate_mean,
+            "gate_binary_entropy": self._mean_of_gates(lambda gate: gate.whole.binary_entropy),
+            "gate_histogram_entropy": self._mean_of_gates(lambda gate: gate.whole.histogram_entropy),
+            "gate_attention_entropy_correlation": self._mean_of_gates(_entropy_correlation),
             "measured_tokens": self.context["tokens"],
             **{key: value for name in self.query_sets for key, value in self._of_query_set(name)},
         }
@@ -182,6 +195,12 @@ def _gate_rows(position: str, gate: GateStatistics) -> Iterator[dict[str, Any]]:
         if correlation is not None:
             metric = f"gate_sink_correlation[{position}]"
             yield {"head": head, "metric": metric, "value": correlation, "n": gate.queries}
+    if gate.entropy_correlation is not None:
+        whole, by_head, queries = gate.entropy_correlation
+        for head, correlation in ((None, whole), *enumerate(by_head)):
+            if correlation is not None:
+                metric = f"gate_attention_entropy_correlation[{position}]"
+                yield {"head": head, "metric": metric, "value": correlation, "n": queries}
 
 
 def _score_rows(position: str, scores: ScoreStatistics, head: int | None) -> Iterator[dict[str, Any]]:
@@ -194,14 +213,16 @@ def _score_rows(position: str, scores: ScoreStatistics, head: int | None) -> Ite
         if value is not None:
             metric = f"gate_mean[{position}]"
             yield {"head": head, "query_range": query_range, "metric": metric, "value": value, "n": n}
-    shares: Mapping[str, float | None] = {
+    figures: Mapping[str, float | None] = {
         "gate_below_0.01": scores.below_hundredth,
         "gate_below_0.1": scores.below_tenth,
         "gate_above_0.9": scores.above_nine_tenths,
         "gate_shut": scores.is_shut,
         "gate_sparse": scores.is_sparse,
+        "gate_binary_entropy": scores.binary_entropy,
+        "gate_histogram_entropy": scores.histogram_entropy,
     }
-    for metric, value in shares.items():
+    for metric, value in figures.items():
         if value is not None:
             yield {"head": head, "metric": f"{metric}[{position}]", "value": float(value), "n": scores.n}
 
@@ -234,9 +255,14 @@ def _gate_mapping(gate: GateStatistics) -> dict[str, Any]:
         **gate.whole._asdict(),
         "by_head": [head._asdict() for head in gate.by_head],
         "sink_correlation": gate.sink_correlation,
+        "attention_entropy_correlation": gate.entropy_correlation and gate.entropy_correlation._asdict(),
         "tokens": gate.tokens,
         "queries": gate.queries,
     }
+
+
+def _entropy_correlation(gate: GateStatistics) -> float | None:
+    return gate.entropy_correlation.whole if gate.entropy_correlation else None
 
 
 def _mean(values: list[float]) -> float:

@@ -18,12 +18,11 @@ from gatelab.diagnose.head_means import HeadFigure, HeadMean
 class Pattern:
     """Sums over one pass's maps; only counted queries enter ``columns`` and ``largest``.
 
-    ``columns`` are sum_i A_ij; ``entropy`` is -sum_j A_ij log A_ij in nats, where a learned sink is one key more;
-    ``distance`` is sum_j A_ij |i - j| / sum_j A_ij over real keys; ``largest`` is the largest visible logit.
+    ``columns`` are sum_i A_ij; ``distance`` is sum_j A_ij |i - j| / sum_j A_ij over real keys; ``largest`` is the
+    largest visible logit.
     """
 
     columns: Float[Tensor, "B H S"]
-    entropy: Float[Tensor, "B H T"]
     distance: Float[Tensor, "B H T"]
     largest: Float[Tensor, "H"]
 
@@ -36,7 +35,7 @@ def attention_pattern(call: AttentionCall) -> Pattern:
     shift = torch.where(counted[:, None], lse, torch.inf)
     query = call.query if counted.all() else torch.where(counted[:, :, None, None], call.query, 0)
     columns = torch.zeros(*lse.shape[:2], sight.num_keys, dtype=torch.float64, device=device)
-    expected_logit, distance = torch.zeros_like(lse), torch.zeros_like(lse)
+    distance = torch.zeros_like(lse)
     largest = torch.full(lse.shape[:2], -torch.inf, dtype=lse.dtype, device=device)
     lowest = torch.finfo(lse.dtype).min / 4
     for sample, key_head, heads, rows, keys, logits in logit_blocks(
@@ -47,13 +46,8 @@ def attention_pattern(call: AttentionCall) -> Pattern:
         columns[sample, heads, keys] += weights.sum(1)
         maxima = torch.where(counted[sample, rows], logits.amax(-1), -torch.inf).amax(-1)
         largest[sample, heads] = largest[sample, heads].maximum(maxima)
-        expected_logit[sample, heads, rows] = torch.linalg.vecdot(weights, logits)
         distance[sample, heads, rows] = _mean_distance(weights, sight.past + rows.start, keys, sight.causal)
-    entropy = lse - expected_logit
-    if call.learned_sinks is not None:
-        sinks = call.learned_sinks.to(lse.dtype)
-        entropy = entropy - (sinks - lse).exp() * sinks
-    return Pattern(columns, entropy, distance, largest.amax(0))
+    return Pattern(columns, distance, largest.amax(0))
 
 
 def _mean_distance(
@@ -74,7 +68,7 @@ class PatternTotals:
 
     def __init__(self, delimiters: Mapping[str, frozenset[int]]):
         self.delimiters = delimiters
-        self.entropy, self.distance = HeadMean(), HeadMean()
+        self.distance = HeadMean()
         self.columns = torch.zeros(0, 0, dtype=torch.float64)
         self.uniform_columns = torch.zeros(0, dtype=torch.float64)
         self.queries = 0
@@ -85,7 +79,6 @@ class PatternTotals:
         """Add one pass; ``tokens`` are the ids of its keys, without which no delimiter is found."""
         sight, device, pattern = call.visibility, call.query.device, attention_pattern(call)
         counted = sight.counted(device).expand(len(call.query), -1)
-        self.entropy.add(pattern.entropy, counted, sight.num_visible(device).clamp(min=1).double().log())
         self.distance.add(pattern.distance, counted, sight.uniform_distance(device) if sight.causal else None)
         even = sight.uniform_columns(device).expand(len(call.query), -1).sum(0).cpu()
         self.columns = _sum_padded(self.columns, pattern.columns.sum(0).cpu())
@@ -111,7 +104,6 @@ class PatternTotals:
     def figures(self) -> list[HeadFigure]:
         """By head:
 
-        - ``attention_entropy``: mean over queries of -sum_j A_ij log A_ij in nats; beside it log(visible keys).
         - ``attention_distance``: mean over queries of sum_j A_ij |i - j| / sum_j A_ij, in tokens.
         - ``top_key``: the key position with most attention from all counted queries together, and
           ``top_key_attention``: its share of all their attention; beside it the uniform share of that position.
@@ -119,7 +111,7 @@ class PatternTotals:
           queries that see one.
         - ``largest_logit``: the largest scale q_i . k_j (after a softcap) of any counted query and visible key.
         """
-        found = [*self.entropy.figures("attention_entropy"), *self.distance.figures("attention_distance")]
+        found = list(self.distance.figures("attention_distance"))
         if self.largest is None or not self.queries:
             return found
         top = self.columns.argmax(-1)

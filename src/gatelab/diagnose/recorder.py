@@ -11,6 +11,7 @@ from torch import Tensor
 from gatelab.diagnose.activations import HiddenTotals
 from gatelab.diagnose.attention import widened
 from gatelab.diagnose.calls import AttentionCall
+from gatelab.diagnose.entropy import attention_entropy
 from gatelab.diagnose.gate_scores import GateStatistics, GateTotals
 from gatelab.diagnose.head_means import HeadFigure, HeadMean
 from gatelab.diagnose.measurement import LayerMeasurement
@@ -31,7 +32,7 @@ EMBEDDING = -1
 class Recorder:
     """Receives each attention layer's call (``record``) and each layer's output (``record_hidden``).
 
-    ``full`` adds what costs up to two more forward passes: whole maps in blocks, effective sinks, ranks.
+    ``full`` adds what costs up to two more forward passes: whole maps in blocks, effective sinks, ranks of weights.
     ``first_tokens`` is the k of the attention to the first k tokens; ``skipped_queries`` are the numbers of first
     queries that first-token attention is also given without; ``delimiters`` maps names to token ids (``full`` only).
     What attaches a recorder to a model may set ``expected_layers``, the number of layers that the model has.
@@ -117,7 +118,7 @@ class _LayerTotals:
         self.sinks = SinkTotals(recorder.first_tokens, recorder.skipped_queries)
         self.query_sets = QuerySetTotals()
         self.gates: dict[str, GateTotals] = {}
-        self.magnitude, self.gated_magnitude = HeadMean(), HeadMean()
+        self.entropy, self.magnitude, self.gated_magnitude = HeadMean(), HeadMean(), HeadMean()
         self.patterns = PatternTotals(recorder.delimiters)
         self.effective_sink = EffectiveSinkTotals()
         self.covariance, self.gated_covariance = CovarianceTotals(), CovarianceTotals()
@@ -131,11 +132,12 @@ class _LayerTotals:
         self.query_sets.add(call, query_sets)
         self.magnitude.add(_magnitude(call.output), real)
         self.gated_magnitude.add(_magnitude(gated), real)
+        self.covariance.add(call.output, real)
+        self.gated_covariance.add(gated, real)
         self._add_gates(call, on_first, sees_first, real)
+        self._add_entropy(call, real)
         if self.full:
             self.patterns.add(call, tokens)
-            self.covariance.add(call.output, real)
-            self.gated_covariance.add(gated, real)
             self._add_weights(call)
             if self.output_factors is not None:
                 self.effective_sink.add(call, self.output_factors)
@@ -155,6 +157,12 @@ class _LayerTotals:
             gate.add(scores, real, is_first & real, len(call.query))
             gate.add_pairs(scores, on_first, sees_first & ~is_first)
 
+    def _add_entropy(self, call: AttentionCall, real: Bool[Tensor, "#B T"]) -> None:
+        entropy, num_visible = attention_entropy(call), call.visibility.num_visible(real.device)
+        self.entropy.add(entropy, real & (num_visible > 0), num_visible.clamp(min=1).double().log())
+        for position, scores in call.scores.items():
+            self.gates[position].add_entropies(scores, entropy, real & (num_visible > 1))
+
     def _add_weights(self, call: AttentionCall) -> None:
         if self.output_factors is not None or call.output_weight is None:
             return
@@ -166,16 +174,21 @@ class _LayerTotals:
                 self.weight_ranks.append(HeadFigure(f"vo_{name}_rank", "all", rank(values).tolist(), None, 1))
 
     def figures(self) -> list[HeadFigure]:
-        """All figures by head; ``output_magnitude``, before and after the gate, is mean |o| over real queries."""
+        """All figures by head.
+
+        ``output_magnitude``, before and after the gate, is mean |o| over real queries; ``attention_entropy`` is the
+        mean of -sum_j A_ij log A_ij in nats over queries that see a key, and beside it that of log(visible keys).
+        """
         found = [*self.sinks.figures(), *self.query_sets.figures()]
         found += self.magnitude.figures("output_magnitude")
         found += self.gated_magnitude.figures("gated_output_magnitude")
+        found += self.entropy.figures("attention_entropy")
+        found += self.covariance.figures("output")
+        found += self.gated_covariance.figures("gated_output")
         if self.full:
             found += self.patterns.figures()
             found += self.effective_sink.figures()
             found += self.weight_ranks
-            found += self.covariance.figures("output")
-            found += self.gated_covariance.figures("gated_output")
         return found
 
     def gate_statistics(self) -> dict[str, GateStatistics]:

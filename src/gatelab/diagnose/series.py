@@ -145,11 +145,12 @@ def largest_values(result: NamedResult, most: int) -> list[DrawnRow]:
 
 
 def gate_shares(result: NamedResult, position: str) -> DrawnRow:
-    """One gate's means by kind of query, its shares of low and high scores, its correlation with the sink."""
-    shares = ("gate_below_0.01", "gate_below_0.1", "gate_above_0.9", "gate_sink_correlation")
+    """One gate's means by kind of query, its shares of low and high scores, its entropy and its correlations."""
+    shares = ("gate_below_0.01", "gate_below_0.1", "gate_above_0.9", "gate_binary_entropy")
+    correlations = ("gate_sink_correlation", "gate_attention_entropy_correlation")
     return {
         **{kind: result.mean(f"gate_mean[{position}]", kind) for kind in ("first_token", "rest")},
-        **{share: result.mean(f"{share}[{position}]") for share in shares},
+        **{figure: result.mean(f"{figure}[{position}]") for figure in (*shares, *correlations)},
     }
 
 

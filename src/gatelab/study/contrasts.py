@@ -137,6 +137,26 @@ def compare_arms(
     return contrasts
 
 
+def difference_of_differences(
+    metric: Mapping[str, Float[np.ndarray, "S"]], changed: tuple[str, str], plain: tuple[str, str]
+) -> PairedDifference | None:
+    """How much the difference between two arms depends on a change: (a - b) of ``changed`` less (a - b) of ``plain``.
+
+    Paired by seed: every seed gives one such number, and the t interval is that of their mean. The correlation is that
+    of the two differences over the seeds. ``None`` where one of the four arms diverged at a seed. An interval that
+    leaves 0 out is no verdict: each misses the true value in 1 of 20 studies.
+
+    Raises ``ValueError`` for an unknown arm, arms with other numbers of seeds, and fewer than two seeds.
+    """
+    _require_arms(metric, (*changed, *plain))
+    _require_paired({arm: metric[arm] for arm in (*changed, *plain)}, plain[1])
+    finite = {arm: np.where(np.isfinite(values), values, np.nan) for arm, values in metric.items()}
+    with_change, without = (finite[first] - finite[second] for first, second in (changed, plain))
+    if np.isnan(with_change - without).any():
+        return None
+    return paired_difference(with_change, without)
+
+
 def holm(p_values: Float[np.ndarray, "*studies M"]) -> Float[np.ndarray, "*studies M"]:
     """Adjusted p-values of each family of M: rejecting those at most 0.05 errs anywhere with a chance of at most 5 %.
 
@@ -188,18 +208,26 @@ def _seeds_needed(differences: Float[np.ndarray, "S"], smallest_difference: floa
 def _require_comparable(
     metric: Mapping[str, Float[np.ndarray, "S"]], baseline: str, confirmatory: Sequence[str]
 ) -> None:
-    for arm in (baseline, *confirmatory):
-        if arm not in metric:
-            raise ValueError(f"{arm!r} is no arm with results; {nearest(arm, metric)}")
+    _require_arms(metric, (baseline, *confirmatory))
     if baseline in confirmatory:
         raise ValueError(
             f"confirmatory names the baseline {baseline!r}, which is not compared with itself; leave it out"
         )
+    _require_paired(metric, baseline)
+
+
+def _require_arms(metric: Mapping[str, Float[np.ndarray, "S"]], arms: Sequence[str]) -> None:
+    for arm in arms:
+        if arm not in metric:
+            raise ValueError(f"{arm!r} is no arm with results; {nearest(arm, metric)}")
+
+
+def _require_paired(metric: Mapping[str, Float[np.ndarray, "S"]], baseline: str) -> None:
     num_seeds = len(metric[baseline])
     for arm, values in metric.items():
         if len(values) != num_seeds:
             raise ValueError(
-                f"arm {arm} has {len(values)} seeds and the baseline {num_seeds}; "
+                f"arm {arm} has {len(values)} seeds and {baseline} {num_seeds}; "
                 "give one value a seed, nan where a run diverged"
             )
     if num_seeds < 2:

@@ -12,13 +12,13 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from gatelab.study.conditions import Conditions
-from gatelab.study.contrasts import Contrast, compare_arms
+from gatelab.study.contrasts import Contrast, compare_arms, difference_of_differences
 from gatelab.study.jobs import JobResult
 from gatelab.study.presets.paper_numbers import PAPER_NUMBERS, PaperRow
 from gatelab.study.runner import CONDITIONS, read_conditions, read_results
 from gatelab.study.statistics import Estimate, compare_on_documents, t_interval
 from gatelab.study.status import StudyStatus, open_study, read_rates, status
-from gatelab.study.study import LOGITS_ERROR, PROBES, QUANTISATION_COST, Study
+from gatelab.study.study import INSIDE, LOGITS_ERROR, PROBES, QUANTISATION_COST, Interaction, Study
 
 Direction = Literal["agrees", "disagrees", "can't tell"]
 Runs = Mapping[str, Sequence[JobResult]]
@@ -43,6 +43,11 @@ class Quantity(NamedTuple):
     def name(self) -> str:
         """What is measured, whatever the queries and the unit."""
         return self.key.removesuffix(OVER_FLOOR).partition("[")[0]
+
+    @property
+    def is_lower_better(self) -> bool:
+        """Whether less of it is better, as for all but what describes a model."""
+        return self.key not in INSIDE
 
     @property
     def is_of_part(self) -> bool:
@@ -117,6 +122,20 @@ class Comparison(NamedTuple):
         return "agrees" if is_lower == (of_paper < 0) else "disagrees"
 
 
+class Dependence(NamedTuple):
+    """What became of an interaction of the study in one figure, over the seeds that all four arms have.
+
+    ``changed`` and ``plain`` are the two differences, ``difference`` is the first less the second; each with a 95 % t
+    interval, nan for one seed, and ``None`` where a run diverged or did not measure it.
+    """
+
+    name: str
+    changed: Estimate | None
+    plain: Estimate | None
+    difference: Estimate | None
+    num_pairs: int
+
+
 @dataclass(frozen=True)
 class Findings:
     """A study and what is finished of it; ``rates`` are the tuned ones, ``None`` without a grid or before they are."""
@@ -182,6 +201,11 @@ class Findings:
             return self.comparisons
         return compare(self.study, self.compared, quantity.of)
 
+    def dependences(self, quantity: Quantity) -> list[Dependence]:
+        """The study's interactions in a figure, of what has finished."""
+        values = {arm: {one.seed: _value(one, quantity.of) for one in runs} for arm, runs in self.compared.items()}
+        return [_dependence(self.study, one, values) for one in self.study.interactions]
+
     def paper_row(self, arm: str) -> PaperRow | None:
         """The paper's row that an arm redoes."""
         return PAPER_NUMBERS.get(self.study.arm(arm).paper or "")
@@ -246,6 +270,19 @@ def _compare_one(study: Study, arm: str, runs: Runs, values: Mapping[str, Mappin
     return blank
 
 
+def _dependence(study: Study, one: Interaction, values: Mapping[str, Mapping[int, float]]) -> Dependence:
+    arms = (*one.changed, *one.plain)
+    seeds = [seed for seed in study.seeds if all(seed in values[arm] for arm in arms)]
+    arrays = {arm: np.array([values[arm][seed] for seed in seeds]) for arm in arms}
+    effects = [arrays[first] - arrays[second] for first, second in (one.changed, one.plain)]
+    if not seeds or np.isnan(effects).any():
+        return Dependence(one.name, None, None, None, len(seeds))
+    found = difference_of_differences(arrays, one.changed, one.plain) if len(seeds) > 1 else None
+    difference = mean_over_seeds((effects[0] - effects[1]).tolist()) if found is None else found.difference
+    changed, plain = (mean_over_seeds(each.tolist()) for each in effects)
+    return Dependence(one.name, changed, plain, difference, len(seeds))
+
+
 def _value(result: JobResult, quantity: Callable[[JobResult], float | None]) -> float:
     value = quantity(result)
     return math.nan if value is None else value
@@ -281,7 +318,12 @@ _MEASURED: dict[str, _Description] = {
     "learned_sink_attention": ("attention to a learned sink", ".4f", _nothing),
     "largest_activation": ("largest |h|", ",.1f", _nothing),
     "mean_activation_maximum": ("largest |h|, mean over layers", ",.1f", lambda row: row.largest_activation),
+    "gated_output_effective_rank": ("effective rank of what the output projection reads", ".2f", _nothing),
+    "attention_entropy": ("attention entropy, nats", ".3f", _nothing),
     "gate_mean": ("mean gate score", ".3f", lambda row: row.mean_gate),
+    "gate_binary_entropy": ("entropy of a score, nats", ".3f", _nothing),
+    "gate_histogram_entropy": ("entropy of the scores' histogram, nats", ".3f", _nothing),
+    "gate_attention_entropy_correlation": ("correlation of score and attention entropy", ".3f", _nothing),
     QUANTISATION_COST: ("nats per token that rounding adds", ".4f", _nothing),
     LOGITS_ERROR.partition("[")[0]: ("error of the logits", ".5f", _nothing),
 }

@@ -16,18 +16,20 @@ from gatelab.study import report_figures as figures
 from gatelab.study import report_run_tables as run_tables
 from gatelab.study import report_tables as tables
 from gatelab.study.conditions import conditions_table
-from gatelab.study.findings import Comparison, Findings, Quantity, compare, mean_over_seeds, read_findings
+from gatelab.study.findings import Comparison, Findings, compare, mean_over_seeds, read_findings
 from gatelab.study.jobs import JobResult
-from gatelab.study.run_curves import RunCurve, read_curve
+from gatelab.study.report_inside import inside_sections
+from gatelab.study.report_interactions import interactions_section
+from gatelab.study.run_curves import read_curve
 from gatelab.train.run_folder import RunFolder
 
-HIDDEN_DEFINITION = "Largest absolute value of a layer's output over all tokens and channels, before the final norm."
 PAPER_TEXT = (
     "The paper's figures (arXiv 2505.06708) are of one run each, of models that are far larger, so only the direction "
     "of a difference from the baseline can be compared. It agrees or disagrees where our interval leaves 0 out; an arm "
     "with a verdict in a figure goes by that."
 )
-GATE_DEFINITION = "Mean over layers, tokens, heads and, for an elementwise gate, channels."
+
+_PARTS = ("changed", "plain", "difference")
 
 
 def write_study_report(folder: Path, command: str | None = None) -> Path:
@@ -90,10 +92,11 @@ def _page(findings: Findings, command: str | None) -> Page:
             ],
         ),
         _section("What the seeds can tell", "", [tables.verdict_table(findings), tables.power_table(findings)]),
+        interactions_section(findings),
         _section("The paper's numbers beside ours", PAPER_TEXT, tables.paper_tables(findings)),
         _section("Learning", "", figures.learning_figures(findings, curves)),
         _section("Learning rates", "", [run_tables.rate_table(findings), *figures.rate_figures(findings)]),
-        *_inside(findings, curves),
+        *inside_sections(findings, curves),
         _section("Stability", "", [run_tables.stability_table(findings, curves), run_tables.events_table(curves)]),
         _section("Cost", "", [run_tables.cost_so_far(findings)]),
         _conditions(findings),
@@ -176,57 +179,6 @@ def _estimates(findings: Findings, comparisons: Sequence[Comparison]) -> str:
     )
 
 
-def _inside(findings: Findings, curves: Sequence[RunCurve]) -> list[Section]:
-    """First-token attention, hidden values and gates, of what was measured."""
-
-    def of(*names: str) -> list[Quantity]:
-        found: dict[tuple[float | None, ...], Quantity] = {}
-        for one in sorted(findings.quantities, key=lambda one: one.name != names[0]):
-            if one.name in names:  # in a model of one layer its mean over layers is its maximum
-                found.setdefault(tuple(one.of(result) for result in findings.results), one)
-        return list(found.values())
-
-    attention = of("first_token_attention_worst_layer", "first_token_attention", "learned_sink_attention")
-    hidden, gates = of("largest_activation", "mean_activation_maximum"), of("gate_mean")
-    drawn = [findings.metric] if findings.metric in attention else attention[:1]
-    drawn += [one for one in attention if one in [absolute.over_floor for absolute in drawn]]
-    return [
-        _section(
-            "First-token attention",
-            "A sink is attention parked on the first token whatever the query. A figure means something only against "
-            "the uniform floor of the same queries.",
-            [
-                run_tables.inside_table(findings, attention, "Attention to the first token after training."),
-                *figures.attention_figures(findings, curves, drawn),
-            ],
-        ),
-        _section(
-            "Hidden states",
-            "",
-            [
-                run_tables.inside_table(findings, hidden, HIDDEN_DEFINITION),
-                *(
-                    figure
-                    for one in hidden[:1]
-                    for figure in figures.quantity_figure(findings, one, "Largest hidden value", HIDDEN_DEFINITION)
-                ),
-            ],
-        ),
-        _section(
-            "Gates",
-            "",
-            [
-                run_tables.inside_table(findings, gates, f"Gate scores after training. {GATE_DEFINITION}"),
-                *(
-                    figure
-                    for one in gates[:1]
-                    for figure in figures.quantity_figure(findings, one, "Mean gate score", GATE_DEFINITION)
-                ),
-            ],
-        ),
-    ]
-
-
 def _conditions(findings: Findings) -> Section:
     if not findings.conditions:
         return Section("Equal conditions")
@@ -279,4 +231,14 @@ def _comparisons(findings: Findings) -> dict[str, Any]:
             arms[arm]["mean_at_equal_rate"] = figures_of(equal[arm])
         if arm in compared_equal:
             arms[arm]["difference_at_equal_rate"] = {findings.metric.key: plain(compared_equal[arm].difference)}
-    return {"study": findings.study.name, "metric": findings.metric.key, "arms": arms}
+    return {
+        "study": findings.study.name,
+        "metric": findings.metric.key,
+        "arms": arms,
+        "interactions": [
+            {"name": one.name, "figure": quantity.key, **{part: plain(getattr(one, part)) for part in _PARTS}}
+            for quantity in findings.quantities
+            for one in findings.dependences(quantity)
+            if one.difference is not None
+        ],
+    }

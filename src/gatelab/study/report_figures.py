@@ -66,19 +66,24 @@ def attention_figures(findings: Findings, curves: Sequence[RunCurve], quantities
     for quantity in quantities:
         floors = findings.floors(quantity)
         reference = Reference("uniform attention", floors[0]) if len(floors) == 1 else None
-        share = Column("value", "attention to the first token", ".3f")
-        title = f"{quantity.title[0].upper()}{quantity.title[1:]}"
-        figures += _curves(
-            findings,
-            bands(curves, lambda curve: curve.measurements, quantity.key),
-            share,
-            f"{title}, while training",
-            f"{_BAND} Measured on a few held-out windows.",
-            FIRST_TOKEN_DEFINITION,
-            reference,
-        )
-        figures += quantity_figure(findings, quantity, f"{title}, after training", FIRST_TOKEN_DEFINITION, reference)
+        figures += figures_on_the_way(findings, curves, quantity, FIRST_TOKEN_DEFINITION, reference)
+        title = f"{_capital(quantity)}, after training"
+        figures += quantity_figure(findings, quantity, title, FIRST_TOKEN_DEFINITION, reference)
     return figures
+
+
+def figures_on_the_way(
+    findings: Findings,
+    curves: Sequence[RunCurve],
+    quantity: Quantity,
+    definition: str,
+    reference: Reference | None = None,
+) -> list[Figure]:
+    """What the runs measured of a figure while they trained."""
+    rows = bands(curves, lambda curve: curve.measurements, quantity.key)
+    value = Column("value", quantity.title, quantity.format)
+    caption = f"{_BAND} Measured on a few held-out windows."
+    return _curves(findings, rows, value, f"{_capital(quantity)}, while training", caption, definition, reference)
 
 
 def quantity_figure(
@@ -121,6 +126,10 @@ def rate_figures(findings: Findings) -> list[Figure]:
         return line_chart(part, rate, loss, series, title, log_x=True, band=("low", "high"))
 
     return _grouped(findings, rows, draw, "Loss by learning rate", caption, LOSS_DEFINITION)
+
+
+def _capital(quantity: Quantity) -> str:
+    return f"{quantity.title[0].upper()}{quantity.title[1:]}"
 
 
 def _curves(

@@ -62,7 +62,8 @@ def verdict(findings: Findings, arm: str) -> str:
 def _result_caption(findings: Findings, has_paper: bool) -> str:
     metric, overs = findings.metric, {one.over for one in findings.comparisons.values()}
     unit = " in nats per token" if metric.key == LOSS else ""
-    parts = [f"{metric.title[0].upper()}{metric.title[1:]}{unit}, mean over {_count(findings)}; lower is better."]
+    better = "; lower is better" if metric.is_lower_better else ""
+    parts = [f"{metric.title[0].upper()}{metric.title[1:]}{unit}, mean over {_count(findings)}{better}."]
     if "seeds" in overs:
         parts.append("Intervals: Student's t over seeds of the paired differences, each at 95 % by itself.")
     if "documents" in overs:

@@ -19,8 +19,10 @@ STEP_SECONDS = "step_seconds"
 LOGITS_ERROR, QUANTISATION_COST = "logits_error[bfloat16_against_float32]", "quantisation_cost"
 PROBES = (LOGITS_ERROR, *(f"{QUANTISATION_COST}[{scheme}]" for scheme in SCHEMES))
 """Metrics that are measured on a finished run's checkpoint (gatelab.study.probes)."""
-METRICS = ("heldout_loss", "first_token_attention", "first_token_attention[SET]", STEP_SECONDS, *PROBES)
-METRIC = re.compile(rf"heldout_loss|first_token_attention(\[[\w-]+\])?|{STEP_SECONDS}")
+INSIDE = ("gated_output_effective_rank", "attention_entropy")
+"""Metrics of which neither more nor less is better: they describe what a model does."""
+METRICS = ("heldout_loss", "first_token_attention", "first_token_attention[SET]", *INSIDE, STEP_SECONDS, *PROBES)
+METRIC = re.compile(rf"heldout_loss|first_token_attention(\[[\w-]+\])?|{'|'.join(INSIDE)}|{STEP_SECONDS}")
 SMALLEST_GRID = 3
 RATE, SEED = "train.optimizer.learning_rate", "train.seed"
 Seed = Annotated[int, Field(ge=0)]
@@ -33,6 +35,17 @@ class Arm(Settings):
     name: str = Field(pattern=NAME, description="also the name of its folder")
     assignments: tuple[str, ...] = ()
     paper: str | None = Field(default=None, description="the row of the paper's tables that it redoes, as 'T1 r5'")
+
+
+class Interaction(Settings):
+    """Whether the difference between two arms depends on what ``changed`` has and ``plain`` has not.
+
+    It is that of the pair ``changed``, first less second, minus that of the pair ``plain``.
+    """
+
+    name: str = Field(pattern=NAME, description="what is changed")
+    changed: tuple[str, str] = Field(description="two arms with the change, as gated and ungated")
+    plain: tuple[str, str] = Field(description="the same two without it")
 
 
 class Study(Settings):
@@ -54,14 +67,18 @@ class Study(Settings):
         default="heldout_loss",
         description="what verdicts are about: nats per token, the first-token attention of the worst layer, or that "
         "of a set of queries that the task names, as first_token_attention[other]; what a scheme of quantisation adds "
-        "to the loss, as quantisation_cost[w8a8]; bfloat16's relative error of the logits; or the time of a step, all "
-        "arms in turns (gatelab.study.overhead)",
+        "to the loss, as quantisation_cost[w8a8]; bfloat16's relative error of the logits; the effective rank of what "
+        "the output projection reads, or the entropy of attention; or the time of a step, all arms in turns "
+        "(gatelab.study.overhead)",
     )
     smallest_difference: float | None = Field(
         default=None, gt=0, description="the smallest difference that matters, in the metric's unit"
     )
     confirmatory: tuple[str, ...] = Field(
         default=(), description="arms whose difference from the baseline gets a verdict; all others are exploratory"
+    )
+    interactions: tuple[Interaction, ...] = Field(
+        default=(), description="pairs of arms whose difference is compared with that of two other arms"
     )
     learning_rates: tuple[Rate, ...] = Field(
         default=(), description="rates to tune each arm over, ascending; those of the settings when empty"
@@ -91,6 +108,29 @@ class Study(Settings):
     def _check_metric(self) -> Self:
         if self.metric not in PROBES and not METRIC.fullmatch(self.metric):
             raise ValueError(f"metric {self.metric!r} is unknown; {nearest(self.metric, METRICS)}")
+        if self.metric in INSIDE and self.confirmatory:
+            raise ValueError(
+                f"metric {self.metric} describes what a model does, so no arm of study {self.name} can be better or "
+                "worse in it; leave confirmatory empty"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_interactions(self) -> Self:
+        names = [arm.name for arm in self.arms]
+        for one in self.interactions:
+            for arm in (*one.changed, *one.plain):
+                if arm not in names:
+                    raise ValueError(
+                        f"interaction {one.name} of study {self.name} names {arm!r}, which is no arm; "
+                        f"{nearest(arm, names)}"
+                    )
+            if one.changed[0] == one.changed[1] or one.plain[0] == one.plain[1] or one.changed == one.plain:
+                raise ValueError(
+                    f"interaction {one.name} of study {self.name} compares {' with '.join(one.changed)} and "
+                    f"{' with '.join(one.plain)}; name two pairs of two arms"
+                )
+        _require_distinct("interactions", [one.name for one in self.interactions])
         return self
 
     @model_validator(mode="after")

@@ -47,6 +47,25 @@ def uniform_floor(context: int, first: int = 0) -> float:
     return sum(1 / (position + 1) for position in range(first, context)) / (context - first)
 
 
+QK_NORM_OFF = {"qk_norm_off": ("model.qk_norm=False",)}
+NO_WEIGHT_DECAY = {"weight_decay_0": ("train.optimizer.weight_decay=0",)}
+
+
+def other_bos(run: RunSettings) -> dict[str, tuple[str, ...]]:
+    """Windows that do not start with BOS where the run's do, and the other way round."""
+    has_bos = run.data.bos_in_every_window
+    return {f"bos_{'off' if has_bos else 'on'}": (f"data.bos_in_every_window={not has_bos}",)}
+
+
+def require_text(run: RunSettings, preset: str, varied: str, scale: Scale) -> None:
+    """Raise ``ValueError`` for a scale whose data is a synthetic task, which has not what a preset varies."""
+    if run.data.synthetic is not None:
+        raise ValueError(
+            f"preset {preset} varies {varied} of a text, and scale {scale.name} is a synthetic task; "
+            "choose a larger scale"
+        )
+
+
 def ungated(paper: str | None = None) -> Arm:
     """The decoder as it is."""
     return Arm(name=UNGATED, paper=paper)

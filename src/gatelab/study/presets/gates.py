@@ -9,6 +9,23 @@ from gatelab.study.presets.arms import both_ways, compose, gated, larger_control
 from gatelab.study.scales import Scale
 from gatelab.study.study import Arm, Study
 
+TABLE_3 = {
+    "sdpa_elementwise": "T3 r2",
+    "value_elementwise": "T3 r3",
+    "sdpa_additive_silu": "T3 r4",
+    "rms_norm_on_sdpa": "T3 r5",
+    "silu_on_sdpa": "T3 r6",
+    "sdpa_additive_identity": "T3 r7",
+}
+TABLE_4 = {
+    "sdpa_elementwise": "T4 r2",
+    "sdpa_headwise": "T4 r3",
+    "sdpa_head_shared": "T4 r4",
+    "value_elementwise": "T4 r5",
+    "sdpa_input_independent": "T4 r6",
+    "sdpa_ns_sigmoid": "T4 r7",
+}
+
 
 def positions(scale: Scale) -> Study:
     """Table 1, rows 1 to 9: five positions, matched and with surplus, and ungated models that are larger on purpose."""
@@ -48,30 +65,14 @@ def activation(scale: Scale) -> Study:
 
 def nonlinearity(scale: Scale) -> Study:
     """Table 3: whatever is non-linear between the value and the output projection."""
-    rows = {
-        "sdpa_elementwise": "T3 r2",
-        "value_elementwise": "T3 r3",
-        "sdpa_additive_silu": "T3 r4",
-        "rms_norm_on_sdpa": "T3 r5",
-        "silu_on_sdpa": "T3 r6",
-        "sdpa_additive_identity": "T3 r7",
-    }
     question = "Is it enough that something non-linear stands between the value and the output projection?"
-    return compose(scale, "variants", "nonlinearity", question, [ungated("T3 r1"), *_gated(rows)])
+    return compose(scale, "variants", "nonlinearity", question, [ungated("T3 r1"), *_gated(TABLE_3)])
 
 
 def sparsity(scale: Scale) -> Study:
     """Table 4: gates that are less sparse or see no input, with first-token attention, hidden maxima, gate scores."""
-    rows = {
-        "sdpa_elementwise": "T4 r2",
-        "sdpa_headwise": "T4 r3",
-        "sdpa_head_shared": "T4 r4",
-        "value_elementwise": "T4 r5",
-        "sdpa_input_independent": "T4 r6",
-        "sdpa_ns_sigmoid": "T4 r7",
-    }
     question = "Do only gates that are sparse and depend on the query lower first-token attention and hidden maxima?"
-    arms = [ungated("T4 r1"), *_gated(rows)]
+    arms = [ungated("T4 r1"), *_gated(TABLE_4)]
     return compose(scale, "variants", "sparsity", question, arms, metric="first_token_attention")
 
 

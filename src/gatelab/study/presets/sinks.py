@@ -3,7 +3,20 @@
 from __future__ import annotations
 
 from gatelab.model.rivals import RIVALS
-from gatelab.study.presets.arms import CONFIRMATORY_SEEDS, compose, gated, rival, run_of, ungated, uniform_floor
+from gatelab.study.presets.arms import (
+    CONFIRMATORY_SEEDS,
+    NO_WEIGHT_DECAY,
+    QK_NORM_OFF,
+    compose,
+    gated,
+    other_bos,
+    require_text,
+    rival,
+    run_of,
+    ungated,
+    uniform_floor,
+)
+from gatelab.study.presets.gates import TABLE_4
 from gatelab.study.scales import Scale
 from gatelab.study.study import RATE, Arm, Study
 
@@ -13,23 +26,19 @@ _RIVALS = [rival(name) for name in RIVALS if name != "none"]
 def sinks(scale: Scale) -> Study:
     """Levers on the ungated decoder, one at a time, and those that should raise a sink all together."""
     run = run_of(scale, "dense")
-    if run.data.synthetic is not None:
-        raise ValueError(
-            f"preset paper/sinks varies BOS and context of a text, and scale {scale.name} is a synthetic task; "
-            "choose a larger scale"
-        )
+    require_text(run, "paper/sinks", "BOS and context", scale)
     model, context, sequences = run.model, run.data.context, run.train.sequences_per_step
     has_bos = run.data.bos_in_every_window
     high_rate = f"{RATE}={3 * run.train.optimizer.learning_rate:.6g}"
     wide_start = f"model.init_std={2 * model.init_std:.6g}"
     levers = {
-        f"bos_{'off' if has_bos else 'on'}": (f"data.bos_in_every_window={not has_bos}",),
+        **other_bos(run),
         "context_halved": _context(context // 2, 2 * sequences),
         "context_doubled": _context(2 * context, sequences // 2),
         "rate_tripled": (high_rate,),
-        "weight_decay_0": ("train.optimizer.weight_decay=0",),
+        **NO_WEIGHT_DECAY,
         "weight_decay_0.5": ("train.optimizer.weight_decay=0.5",),
-        "qk_norm_off": ("model.qk_norm=False",),
+        **QK_NORM_OFF,
         "initial_weights_doubled": (wide_start,),
         "layers_halved": (f"model.num_layers={model.num_layers // 2}",),
         "layers_doubled": (f"model.num_layers={2 * model.num_layers}",),
@@ -60,15 +69,7 @@ def mechanism(scale: Scale) -> Study:
         raise ValueError(
             f"preset mechanism is a synthetic task, and scale {scale.name} reads text; use scale mechanism"
         )
-    rows = {
-        "sdpa_elementwise": "T4 r2",
-        "sdpa_headwise": "T4 r3",
-        "sdpa_head_shared": "T4 r4",
-        "value_elementwise": "T4 r5",
-        "sdpa_input_independent": "T4 r6",
-        "sdpa_ns_sigmoid": "T4 r7",
-    }
-    gates = [*(gated(gate, row) for gate, row in rows.items()), gated("sdpa_from_value")]
+    gates = [*(gated(gate, row) for gate, row in TABLE_4.items()), gated("sdpa_from_value")]
     return compose(
         scale,
         "dense",

@@ -20,6 +20,7 @@ from gatelab.study.presets.models import (
 from gatelab.study.presets.post_training import sft
 from gatelab.study.presets.quantisation import quantisation
 from gatelab.study.presets.sinks import mechanism, rivals, sinks
+from gatelab.study.presets.why import why
 from gatelab.study.scales import Scale, find_scale
 from gatelab.study.study import Study
 
@@ -48,6 +49,7 @@ PRESETS: dict[str, Preset] = {
     "open/sft": sft,
     "open/quantisation": quantisation,
     "open/attention_kinds": attention_kinds,
+    "open/why": why,
 }
 
 LEFT_OUT: dict[str, str] = {
