@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 from tiny_studies import synthetic_study
+from typer.testing import CliRunner
 
+from gatelab.cli import app
 from gatelab.report.page import Figure, Page
 from gatelab.report.tables import MISSING, Table
 from gatelab.study.findings import Findings, read_findings
@@ -87,6 +89,11 @@ def test_the_interactions_are_written_beside_the_page(folder: Path) -> None:
     cold, warm = gains(folder, ENTROPY)
     assert (one["name"], one["difference"]) == ("cold", pytest.approx(t_interval(cold - warm)._asdict()))
     assert one["changed"]["value"] == pytest.approx(cold.mean()) and one["plain"]["value"] == pytest.approx(warm.mean())
+
+
+def test_the_terminal_shows_the_interactions(folder: Path) -> None:
+    shown = CliRunner().invoke(app, ["study", "compare", str(folder)])
+    assert shown.exit_code == 0 and "with it" in shown.output and "cold" in shown.output
 
 
 def of_runs(findings: Findings, *kept: tuple[str, int]) -> Findings:

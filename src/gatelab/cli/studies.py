@@ -86,6 +86,7 @@ def _look_at_study(what: str, folder: Path) -> None:
     from gatelab.report.tables import to_terminal
     from gatelab.study.findings import read_findings
     from gatelab.study.report import write_study_report
+    from gatelab.study.report_interactions import interaction_table
     from gatelab.study.report_tables import result_table
     from gatelab.study.status import status
 
@@ -93,6 +94,9 @@ def _look_at_study(what: str, folder: Path) -> None:
     console.print(status(folder).summary(), markup=False)
     if what == "status":
         return
-    console.print(to_terminal(result_table(read_findings(folder))))
+    findings = read_findings(folder)
+    for table in (result_table(findings), interaction_table(findings)):
+        if table is not None:
+            console.print(to_terminal(table))
     if what == "report":
         console.print(f"Report: {write_study_report(folder).resolve()}", soft_wrap=True, markup=False)
