@@ -68,7 +68,7 @@ def layer_by_loops(settings: ModelSettings, number: int, weights: Weights, strea
 def attention_by_loops(
     settings: ModelSettings, own: LayerSettings, number: int, weights: Weights, hidden: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Grouped-query attention of every token: token t looks at the tokens s <= t with t - s < window."""
+    """Grouped-query attention of every token: token t looks at the tokens s <= t with t - s < window, or at all."""
     num_heads, head_size = own.num_heads or settings.num_heads, settings.head_size
     group = num_heads // settings.num_kv_heads
     rope = own.rope or settings.rope
@@ -102,7 +102,8 @@ def attention_by_loops(
     values = [heads_of("v", x, settings.num_kv_heads, t) for t, x in enumerate(hidden)]
     outputs = []
     for t, x in enumerate(hidden):
-        seen = [s for s in range(t + 1) if own.window is None or t - s < own.window]
+        last = t if settings.causal else len(hidden) - 1
+        seen = [s for s in range(last + 1) if own.window is None or t - s < own.window]
         heads = [
             attend_by_loops(
                 settings.sink,

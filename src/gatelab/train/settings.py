@@ -186,16 +186,23 @@ class RunSettings(Settings):
                 f"data.context={self.data.context} exceeds model.max_context={self.model.max_context}, the longest "
                 "sequence that the rotary embedding is meant for"
             )
-        if not self.model.causal:
+        if not self.model.causal and self.data.masking is None:
             raise ValueError(
                 "model.causal=False can't be trained to predict the next token, which every query would see; "
-                "set model.causal=true"
+                "set model.causal=true, or data.masking={} to find hidden tokens"
+            )
+        if self.model.causal and self.data.masking is not None:
+            raise ValueError(
+                "data.masking hides tokens that are found from both sides, and model.causal=True sees one side alone; "
+                "set model.causal=false, or leave data.masking out"
             )
         synthetic, tokenizer = self.data.synthetic, self.data.tokenizer
         needed = synthetic.vocab_size if synthetic else tokenizer.vocab_size if tokenizer.path is None else 0
+        needed += self.data.num_special_ids
         if needed > self.model.vocab_size:
             raise ValueError(
                 f"model.vocab_size={self.model.vocab_size} is smaller than the data's vocabulary of {needed}"
+                + (", the two ids of [SEP] and [MASK] included" if self.data.masking is not None else "")
             )
         return self
 
