@@ -31,9 +31,10 @@ EMBEDDING = -1
 class Recorder:
     """Receives each attention layer's call (``record``) and each layer's output (``record_hidden``).
 
-    ``full`` adds what costs up to two more forward passes: whole maps in blocks, effective sinks, ranks.
+    ``full`` adds what costs up to two more forward passes: whole maps in blocks, effective sinks, ranks. ``delimiters``
+    maps names to token ids, attention to which is read from whole maps in blocks, ``full`` or not.
     ``first_tokens`` is the k of the attention to the first k tokens; ``skipped_queries`` are the numbers of first
-    queries that first-token attention is also given without; ``delimiters`` maps names to token ids (``full`` only).
+    queries that first-token attention is also given without.
     What attaches a recorder to a model may set ``expected_layers``, the number of layers that the model has.
     """
 
@@ -114,6 +115,7 @@ class _LayerTotals:
 
     def __init__(self, recorder: Recorder):
         self.full = recorder.full
+        self.with_maps = recorder.full or bool(recorder.delimiters)
         self.sinks = SinkTotals(recorder.first_tokens, recorder.skipped_queries)
         self.query_sets = QuerySetTotals()
         self.gates: dict[str, GateTotals] = {}
@@ -132,8 +134,9 @@ class _LayerTotals:
         self.magnitude.add(_magnitude(call.output), real)
         self.gated_magnitude.add(_magnitude(gated), real)
         self._add_gates(call, on_first, sees_first, real)
-        if self.full:
+        if self.with_maps:
             self.patterns.add(call, tokens)
+        if self.full:
             self.covariance.add(call.output, real)
             self.gated_covariance.add(gated, real)
             self._add_weights(call)
@@ -170,8 +173,9 @@ class _LayerTotals:
         found = [*self.sinks.figures(), *self.query_sets.figures()]
         found += self.magnitude.figures("output_magnitude")
         found += self.gated_magnitude.figures("gated_output_magnitude")
-        if self.full:
+        if self.with_maps:
             found += self.patterns.figures()
+        if self.full:
             found += self.effective_sink.figures()
             found += self.weight_ranks
             found += self.covariance.figures("output")

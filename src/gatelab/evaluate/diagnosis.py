@@ -122,7 +122,7 @@ def _diagnose(name: str, opened: OpenedModel, windows: Windows, examination: Exa
         windows.tokens,
         attach=opened.attach,
         full=examination.full,
-        delimiters=_delimiters(opened.tokenizer),
+        delimiters=_delimiters(opened.tokenizer) if examination.full else None,
     )
     mapping = measurement.to_mapping()
     subject = Subject(name, opened.step)
