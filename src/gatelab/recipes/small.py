@@ -87,6 +87,14 @@ def latent_tiny(gate: str = "none", match: Match = "none") -> RunSettings:
     return RunSettings(model=with_gate(model, find_variant(gate), match), data=dense.data, train=dense.train)
 
 
+def encoder_tiny(gate: str = "none", match: Match = "none") -> RunSettings:
+    """``dense_tiny`` that sees both sides and finds hidden tokens, of the same text in the same tokens."""
+    dense = dense_tiny()
+    model = ModelSettings.parse({**dense.model.to_mapping(), "causal": False, "vocab_size": dense.model.vocab_size + 2})
+    data = DataSettings.parse({**dense.data.to_mapping(), "masking": {}})
+    return RunSettings(model=with_gate(model, find_variant(gate), match), data=data, train=dense.train)
+
+
 def backcopy(gate: str = "none", match: Match = "none") -> RunSettings:
     """Bigram-Backcopy (arXiv 2410.13835) in one layer with one head: the smallest functional attention sink."""
     model = ModelSettings(

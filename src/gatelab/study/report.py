@@ -16,12 +16,14 @@ from gatelab.study import report_figures as figures
 from gatelab.study import report_run_tables as run_tables
 from gatelab.study import report_tables as tables
 from gatelab.study.conditions import conditions_table
-from gatelab.study.findings import Comparison, Findings, Quantity, compare, mean_over_seeds, read_findings
+from gatelab.study.findings import LOSS, Comparison, Findings, Quantity, compare, mean_over_seeds, read_findings
 from gatelab.study.jobs import JobResult
 from gatelab.study.run_curves import RunCurve, read_curve
+from gatelab.study.study import HELDOUT_ERROR
 from gatelab.train.run_folder import RunFolder
 
 HIDDEN_DEFINITION = "Largest absolute value of a layer's output over all tokens and channels, before the final norm."
+KURTOSIS_DEFINITION = "The kurtosis of a token's values is 3 where they are normally distributed."
 PAPER_TEXT = (
     "The paper's figures (arXiv 2505.06708) are of one run each, of models that are far larger, so only the direction "
     "of a difference from the baseline can be compared. It agrees or disagrees where our interval leaves 0 out; an arm "
@@ -78,6 +80,7 @@ def _page(findings: Findings, command: str | None) -> Page:
         and one.step
         and one.job.learning_rate == (findings.rates or {}).get(one.job.arm)
     ]
+    others = [one for one in findings.quantities if one.key in (LOSS, HELDOUT_ERROR) and one.key != findings.metric.key]
     sections = [
         _section(
             "Result",
@@ -85,6 +88,7 @@ def _page(findings: Findings, command: str | None) -> Page:
             [
                 tables.result_table(findings),
                 *figures.difference_figure(findings),
+                run_tables.inside_table(findings, others, "The held-out data in other figures."),
                 tables.size_table(findings),
                 tables.equal_rate_table(findings),
             ],
@@ -186,8 +190,11 @@ def _inside(findings: Findings, curves: Sequence[RunCurve]) -> list[Section]:
                 found.setdefault(tuple(one.of(result) for result in findings.results), one)
         return list(found.values())
 
-    attention = of("first_token_attention_worst_layer", "first_token_attention", "learned_sink_attention")
-    hidden, gates = of("largest_activation", "mean_activation_maximum"), of("gate_mean")
+    attention = of(
+        "first_token_attention_worst_layer", "first_token_attention", "delimiter_attention", "learned_sink_attention"
+    )
+    hidden = of("largest_activation", "mean_activation_maximum", "activation_ratio", "activation_kurtosis")
+    gates = of("gate_mean")
     drawn = [findings.metric] if findings.metric in attention else attention[:1]
     drawn += [one for one in attention if one in [absolute.over_floor for absolute in drawn]]
     return [
@@ -196,7 +203,7 @@ def _inside(findings: Findings, curves: Sequence[RunCurve]) -> list[Section]:
             "A sink is attention parked on the first token whatever the query. A figure means something only against "
             "the uniform floor of the same queries.",
             [
-                run_tables.inside_table(findings, attention, "Attention to the first token after training."),
+                run_tables.inside_table(findings, attention, "Attention to single tokens after training."),
                 *figures.attention_figures(findings, curves, drawn),
             ],
         ),
@@ -204,7 +211,7 @@ def _inside(findings: Findings, curves: Sequence[RunCurve]) -> list[Section]:
             "Hidden states",
             "",
             [
-                run_tables.inside_table(findings, hidden, HIDDEN_DEFINITION),
+                run_tables.inside_table(findings, hidden, f"{HIDDEN_DEFINITION} {KURTOSIS_DEFINITION}"),
                 *(
                     figure
                     for one in hidden[:1]

@@ -19,8 +19,19 @@ STEP_SECONDS = "step_seconds"
 LOGITS_ERROR, QUANTISATION_COST = "logits_error[bfloat16_against_float32]", "quantisation_cost"
 PROBES = (LOGITS_ERROR, *(f"{QUANTISATION_COST}[{scheme}]" for scheme in SCHEMES))
 """Metrics that are measured on a finished run's checkpoint (gatelab.study.probes)."""
-METRICS = ("heldout_loss", "first_token_attention", "first_token_attention[SET]", STEP_SECONDS, *PROBES)
-METRIC = re.compile(rf"heldout_loss|first_token_attention(\[[\w-]+\])?|{STEP_SECONDS}")
+HELDOUT_ERROR = "heldout_error"
+METRICS = (
+    "heldout_loss",
+    HELDOUT_ERROR,
+    "first_token_attention",
+    "first_token_attention[SET]",
+    "delimiter_attention[NAME]",
+    STEP_SECONDS,
+    *PROBES,
+)
+METRIC = re.compile(
+    rf"heldout_loss|{HELDOUT_ERROR}|first_token_attention(\[[\w-]+\])?|delimiter_attention\[[\w-]+\]|{STEP_SECONDS}"
+)
 SMALLEST_GRID = 3
 RATE, SEED = "train.optimizer.learning_rate", "train.seed"
 Seed = Annotated[int, Field(ge=0)]
@@ -52,9 +63,10 @@ class Study(Settings):
     seeds: tuple[Seed, ...] = Field(default=(0,), min_length=1, description="of the runs that are compared")
     metric: str = Field(
         default="heldout_loss",
-        description="what verdicts are about: nats per token, the first-token attention of the worst layer, or that "
-        "of a set of queries that the task names, as first_token_attention[other]; what a scheme of quantisation adds "
-        "to the loss, as quantisation_cost[w8a8]; bfloat16's relative error of the logits; or the time of a step, all "
+        description="what verdicts are about: nats per token; the share of targets that are not found likeliest; the "
+        "first-token attention of the worst layer, or that of a set of queries that the task names, as "
+        "first_token_attention[other]; an encoder's attention to certain tokens, as delimiter_attention[SEP]; what a scheme of "
+        "quantisation adds to the loss, as quantisation_cost[w8a8]; bfloat16's relative error of the logits; or the time of a step, all "
         "arms in turns (gatelab.study.overhead)",
     )
     smallest_difference: float | None = Field(

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gatelab.settings import nearest
+from gatelab.study.presets.encoders import encoder_text
 from gatelab.study.presets.gates import activation, granularity, nonlinearity, positions, sparsity
 from gatelab.study.presets.kinds import attention_kinds
 from gatelab.study.presets.models import (
@@ -48,6 +49,7 @@ PRESETS: dict[str, Preset] = {
     "open/sft": sft,
     "open/quantisation": quantisation,
     "open/attention_kinds": attention_kinds,
+    "open/encoder_text": encoder_text,
 }
 
 LEFT_OUT: dict[str, str] = {
