@@ -22,7 +22,7 @@ from gatelab.study.scales import SCALES, find_scale
 from gatelab.study.study import Arm, Study
 from gatelab.train.checkpoint import path_of_step
 
-REFUSED = {("paper/sinks", "mechanism"), ("open/sft", "mechanism")} | {
+REFUSED = {(preset, "mechanism") for preset in ("paper/sinks", "open/sft", "open/encoder_text")} | {
     ("mechanism", scale) for scale in SCALES if scale != "mechanism"
 }
 PAIRS = [(preset, scale) for preset in PRESETS for scale in SCALES if (preset, scale) not in REFUSED]

@@ -88,9 +88,9 @@ def _page(findings: Findings, command: str | None) -> Page:
             [
                 tables.result_table(findings),
                 *figures.difference_figure(findings),
-                run_tables.inside_table(findings, others, "The held-out data in other figures."),
                 tables.size_table(findings),
                 tables.equal_rate_table(findings),
+                run_tables.inside_table(findings, others, "What was held out, in another figure."),
             ],
         ),
         _section("What the seeds can tell", "", [tables.verdict_table(findings), tables.power_table(findings)]),

@@ -65,9 +65,9 @@ class Study(Settings):
         default="heldout_loss",
         description="what verdicts are about: nats per token; the share of targets that are not found likeliest; the "
         "first-token attention of the worst layer, or that of a set of queries that the task names, as "
-        "first_token_attention[other]; an encoder's attention to certain tokens, as delimiter_attention[SEP]; what a scheme of "
-        "quantisation adds to the loss, as quantisation_cost[w8a8]; bfloat16's relative error of the logits; or the time of a step, all "
-        "arms in turns (gatelab.study.overhead)",
+        "first_token_attention[other]; an encoder's attention to certain tokens, as delimiter_attention[SEP]; what a "
+        "scheme of quantisation adds to the loss, as quantisation_cost[w8a8]; bfloat16's relative error of the logits; "
+        "or the time of a step, all arms in turns (gatelab.study.overhead)",
     )
     smallest_difference: float | None = Field(
         default=None, gt=0, description="the smallest difference that matters, in the metric's unit"
