@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -151,6 +151,29 @@ class MaskingSettings(Settings):
         return self
 
 
+class ImageSettings(Settings):
+    """Handwritten digits of 8 x 8 pixels in 17 levels, of 10 classes, in patches (:mod:`gatelab.data.images`)."""
+
+    name: Literal["digits"] = "digits"
+    patch_size: Literal[1, 2] = Field(default=1, description="pixels of a patch's side: 64 patches of an image, or 16")
+    heldout_fraction: float = Field(default=0.2, gt=0, lt=1, description="share of the images, never trained on")
+    seed: int = Field(default=0, ge=0, description="decides which images are held out, whatever the run's seed")
+
+    side: ClassVar[int] = 8
+    levels: ClassVar[int] = 17
+    num_classes: ClassVar[int] = 10
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of an image."""
+        return (self.side // self.patch_size) ** 2
+
+    @property
+    def cls_id(self) -> int:
+        """The number of [CLS], one above that of a white patch."""
+        return self.levels ** (self.patch_size**2)
+
+
 class BigramBackcopySettings(Settings):
     """The synthetic task of Guo et al. (arXiv 2410.13835): a bigram chain with back-copying triggers.
 
@@ -208,6 +231,9 @@ class DataSettings(Settings):
     masking: MaskingSettings | None = Field(
         default=None, description="train an encoder to find hidden tokens of the text instead of the next token"
     )
+    images: ImageSettings | None = Field(
+        default=None, description="train an encoder to tell images apart; corpora and tokenizer are then unused"
+    )
 
     @property
     def training_corpora(self) -> tuple[CorpusSettings, ...]:
@@ -219,8 +245,20 @@ class DataSettings(Settings):
         """Ids at the end of the model's vocabulary that the tokenizer must leave free: those of [SEP] and [MASK]."""
         return 0 if self.masking is None else 2
 
+    @property
+    def vocab_size_needed(self) -> int:
+        """The least vocabulary of a model, as far as the settings tell: classes for images, else ids of tokens."""
+        if self.images is not None:
+            return self.images.num_classes
+        if self.synthetic is not None:
+            return self.synthetic.vocab_size
+        return (self.tokenizer.vocab_size if self.tokenizer.path is None else 0) + self.num_special_ids
+
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
+        if self.images is not None:
+            self._refuse_contradictions_with_images(self.images)
+            return self
         if self.masking is not None:
             self._refuse_contradictions_with_masking()
         if self.chats is not None:
@@ -290,3 +328,13 @@ class DataSettings(Settings):
             raise ValueError("bos_in_every_window=False with masking is impossible: every window begins with [CLS]")
         if self.context < 3:
             raise ValueError(f"context={self.context} with masking leaves no text between [CLS] and [SEP]; give more")
+
+    def _refuse_contradictions_with_images(self, images: ImageSettings) -> None:
+        for other in ("synthetic", "chats", "masking", "mixture", "heldout", "document_masks"):
+            if getattr(self, other):
+                raise ValueError(f"images with {other} is impossible: an image is no text; leave {other} out")
+        if self.context != 1 + images.num_patches:
+            raise ValueError(
+                f"context={self.context} with images is impossible: [CLS] and {images.num_patches} patches of "
+                f"patch_size={images.patch_size} are {1 + images.num_patches} tokens; set it to that"
+            )

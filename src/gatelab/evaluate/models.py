@@ -53,7 +53,9 @@ class OpenedModel:
     def require_causal(self, purpose: str) -> None:
         """Raise ``ValueError`` for a decoder whose tokens see later ones; ``purpose`` is what that rules out."""
         if isinstance(self.model, Decoder) and not self.model.settings.causal:
-            raise ValueError(f"{self.name} sees later tokens (causal=False), so it can't {purpose}; open a causal model")
+            raise ValueError(
+                f"{self.name} sees later tokens (causal=False), so it can't {purpose}; open a causal model"
+            )
 
 
 def open_model(name: str, dtype: torch.dtype = torch.float32) -> OpenedModel:
@@ -127,8 +129,9 @@ def _open_decoder(folder: Path, name: str, dtype: torch.dtype) -> OpenedModel:
 
 def _run_tokenizer(run: RunFolder, name: str) -> Tokenizer:
     settings = run.settings.data
-    if settings.synthetic is not None:
-        raise ValueError(f"the run in {name} was trained on a synthetic task and has no tokenizer for a text")
+    if settings.synthetic is not None or settings.images is not None:
+        kind = "a synthetic task" if settings.images is None else "images"
+        raise ValueError(f"the run in {name} was trained on {kind} and has no tokenizer for a text")
     if not run.tokenizer.exists():
         raise ValueError(
             f"the run in {name} has no {run.tokenizer.name}; copy it there from the folder of its prepared data"

@@ -1,4 +1,4 @@
-"""What a run reads, with one face for text and synthetic tasks."""
+"""What a run reads, with one face for text, images and synthetic tasks."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from torch import Tensor
 
 from gatelab.data.chat_template import ChatTemplate
 from gatelab.data.chat_windows import ChatLoader, heldout_chat_batches, prepare_chats
+from gatelab.data.images import BACKGROUND, ImageLoader, heldout_image_batches, prepare_images
 from gatelab.data.loader import Batch, MixedLoader, TrainLoader, heldout_batches
 from gatelab.data.masking import MaskedLoader, Vocabulary, masked_heldout_batches
 from gatelab.data.prepare import PreparedData, prepare
+from gatelab.data.settings import ImageSettings
 from gatelab.data.shards import TokenShards
 from gatelab.data.synthetic import BigramBackcopy
 from gatelab.data.tokenizer import Tokenizer
@@ -30,7 +32,8 @@ class HeldoutDomain:
     """One held-out text: its batches in reading order, and what bits per byte and a bootstrap over documents need.
 
     ``num_whole_windows`` are filled with text; they come first. ``document_text_bytes`` is ``None`` for a synthetic
-    task, which has no text. Where tokens are hidden not the ``whole_text`` is scored, and bits per byte mean nothing.
+    task and for images, which have no text. Where tokens are hidden not the ``whole_text`` is scored, and bits per byte
+    mean nothing.
     """
 
     batches: Callable[[], Iterator[Batch]]
@@ -43,11 +46,11 @@ class HeldoutDomain:
 class Source:
     """Training batches as a function of the step, and the held-out domains by name.
 
-    A synthetic task has no tokenizer, and only chats have a template. ``delimiters`` are the tokens, by name, to which
-    attention is measured.
+    A synthetic task and images have no tokenizer, and only chats have a template. ``delimiters`` are the tokens, by
+    name, to which attention is measured.
     """
 
-    train: TrainLoader | MixedLoader | MaskedLoader | ChatLoader | BigramBackcopy
+    train: TrainLoader | MixedLoader | MaskedLoader | ChatLoader | ImageLoader | BigramBackcopy
     heldout: dict[str, HeldoutDomain]
     fingerprint: str
     attributions: tuple[str, ...]
@@ -90,6 +93,8 @@ def open_source(settings: RunSettings, cache: Path, on_progress: Callable[[str, 
         num_windows = SYNTHETIC_HELDOUT_BATCHES * train.sequences_per_step
         domain = HeldoutDomain(partial(task.heldout_batches, SYNTHETIC_HELDOUT_BATCHES), num_windows, None)
         return Source(task, {"synthetic": domain}, task.fingerprint, ())
+    if data.images is not None:
+        return _image_source(settings, data.images)
     if data.tokenizer.path is not None:
         _require_fitting_tokenizer(settings, Path(data.tokenizer.path))
     if data.chats is not None:
@@ -119,6 +124,15 @@ def _chat_source(settings: RunSettings, label: str) -> Source:
     batches = partial(heldout_chat_batches, chats.heldout, train.sequences_per_step)
     domain = HeldoutDomain(batches, len(chats.heldout), chats.heldout_text_bytes)
     return Source(loader, {label: domain}, chats.fingerprint, (chats.attribution,), chats.tokenizer, chats.template)
+
+
+def _image_source(settings: RunSettings, wanted: ImageSettings) -> Source:
+    images, train = prepare_images(wanted), settings.train
+    loader = ImageLoader(images.train, sequences_per_step=train.sequences_per_step, seed=train.seed)
+    batches = partial(heldout_image_batches, images.heldout, train.sequences_per_step)
+    domain = HeldoutDomain(batches, len(images.heldout), None)
+    delimiters = {"background": [BACKGROUND]}
+    return Source(loader, {wanted.name: domain}, images.fingerprint, (images.attribution,), delimiters=delimiters)
 
 
 def _text_source(settings: RunSettings, prepared: PreparedData) -> Source:
