@@ -288,7 +288,7 @@ _MEASURED: dict[str, _Description] = {
     "mean_activation_maximum": ("largest |h|, mean over layers", ",.1f", lambda row: row.largest_activation),
     "activation_ratio": ("largest |h| in medians", ",.1f", _nothing),
     "activation_kurtosis": ("kurtosis of h, mean over layers", ",.2f", _nothing),
-    HELDOUT_ERROR: ("share not found likeliest", ".4f", _nothing),
+    HELDOUT_ERROR: ("held-out error", ".4f", _nothing),
     "gate_mean": ("mean gate score", ".3f", lambda row: row.mean_gate),
     QUANTISATION_COST: ("nats per token that rounding adds", ".4f", _nothing),
     LOGITS_ERROR.partition("[")[0]: ("error of the logits", ".5f", _nothing),
