@@ -29,7 +29,7 @@ $(VENV)/.runtime: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/.development: $(VENV)/.runtime
-	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,eval,tune,track]'
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[dev,eval,tune,track,vision]'
 	touch $@
 
 clean:

@@ -68,6 +68,7 @@ EXTRAS: dict[str, Extra] = {
     "eval": Extra({"lm-eval": "0.4.13", "nltk": "3.9.1", "wonderwords": "3.0.1"}, "eval --tasks, ruler"),
     "tune": Extra({"peft": "0.21", "trl": "1.16"}, "tuning converted models with peft and trl"),
     "reasoning": Extra({"reasoning-gym": "0.1.25"}, "make-chats"),
+    "vision": Extra({"scikit-learn": "1.5"}, "recipe vision_tiny, study open/encoder_vision"),
     "quant": Extra({"torchao": "0.18"}, "int8 weights of converted models"),
     "ray": Extra({"ray": "2.60"}, "study --executor ray"),
     "track": Extra({"tensorboard": "2.19"}, "train.tensorboard=true"),

@@ -287,9 +287,19 @@ def test_batches_of_other_lengths_add_up() -> None:
 def test_core_figures_need_no_second_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gatelab.diagnose.patterns.attention_pattern", lambda call: 1 / 0)
     call = make_truth("plain", torch.float32).call
-    assert ("first_token_attention", "all") in record(call, full=False)
-    with pytest.raises(ZeroDivisionError):
-        record(call)
+    assert ("first_token_attention", "all") in record(call, full=False, delimiters={})
+    for options in ({"full": False}, {"delimiters": {}}):
+        with pytest.raises(ZeroDivisionError):
+            record(call, **options)
+
+
+def test_delimiters_alone_give_the_figures_of_maps_and_no_more() -> None:
+    call = make_truth("full", torch.float64).call
+    few, all_figures = record(call, full=False), record(call)
+    assert all(few[place] == all_figures[place] for place in few)
+    more = {metric for metric, _ in all_figures.keys() - few.keys()}
+    assert {"effective_sink", "output_effective_rank"} <= more and not more & {"attention_entropy", "top_key"}
+    assert any(metric.startswith("delimiter_attention[") for metric, _ in few)
 
 
 def test_documents_and_padding_of_the_cases_differ() -> None:

@@ -15,7 +15,7 @@ from gatelab.gates import reference
 from gatelab.gates.reference import Block, Sources
 from gatelab.gates.spec import AttentionShape
 from gatelab.model.decoder import Decoder
-from gatelab.model.settings import LayerSettings, MixtureSettings, ModelSettings, SinkSettings
+from gatelab.model.settings import LayerSettings, MixtureSettings, ModelSettings, PatchSettings, SinkSettings
 
 Weights = Mapping[str, Tensor]
 
@@ -27,11 +27,28 @@ def decoder_by_loops(decoder: Decoder, ids: Tensor) -> Tensor:
     head = embedding if settings.tied_head else weights["lm_head.weight"]
     logits = []
     for sequence in ids.tolist():
-        stream = [settings.embedding_scale * embedding[token] for token in sequence]
+        stream = (
+            [settings.embedding_scale * embedding[token] for token in sequence]
+            if settings.patches is None
+            else patches_by_loops(settings.patches, under(weights, "model.embed_tokens."), sequence)
+        )
         for number in range(settings.num_layers):
             stream = layer_by_loops(settings, number, under(weights, f"model.layers.{number}."), stream)
         logits.append(torch.stack([head @ norm(settings, weights["model.norm.weight"], x) for x in stream]))
     return torch.stack(logits)
+
+
+def patches_by_loops(patches: PatchSettings, weights: Weights, sequence: Sequence[int]) -> list[Tensor]:
+    """The learned place of each token, and for a patch each pixel, from -1 to 1, times its column."""
+    embedded = []
+    for place, number in enumerate(sequence):
+        x = weights["positions"][place]
+        if number != patches.levels**patches.pixels:
+            for pixel in range(patches.pixels):
+                number, brightness = divmod(number, patches.levels)
+                x = x + (2 * brightness / (patches.levels - 1) - 1) * weights["weight"][:, pixel]
+        embedded.append(x)
+    return embedded
 
 
 def under(weights: Weights, prefix: str) -> dict[str, Tensor]:
@@ -68,11 +85,11 @@ def layer_by_loops(settings: ModelSettings, number: int, weights: Weights, strea
 def attention_by_loops(
     settings: ModelSettings, own: LayerSettings, number: int, weights: Weights, hidden: Sequence[Tensor]
 ) -> list[Tensor]:
-    """Grouped-query attention of every token: token t looks at the tokens s <= t with t - s < window."""
+    """Grouped-query attention of every token: token t looks at the tokens s <= t with t - s < window, or at all."""
     num_heads, head_size = own.num_heads or settings.num_heads, settings.head_size
     group = num_heads // settings.num_kv_heads
     rope = own.rope or settings.rope
-    rotary_channels = int(rope.fraction * head_size) if own.rotary else 0
+    rotary_channels = int(rope.fraction * head_size) if own.rotary and settings.patches is None else 0
     block = Block(
         AttentionShape(
             width=settings.width, num_heads=num_heads, num_kv_heads=settings.num_kv_heads, head_size=head_size
@@ -102,7 +119,8 @@ def attention_by_loops(
     values = [heads_of("v", x, settings.num_kv_heads, t) for t, x in enumerate(hidden)]
     outputs = []
     for t, x in enumerate(hidden):
-        seen = [s for s in range(t + 1) if own.window is None or t - s < own.window]
+        last = t if settings.causal else len(hidden) - 1
+        seen = [s for s in range(last + 1) if own.window is None or t - s < own.window]
         heads = [
             attend_by_loops(
                 settings.sink,

@@ -10,7 +10,7 @@ from tiny_decoders import MIXTURE, tiny_settings
 
 from gatelab.gates.spec import GateSpec
 from gatelab.model.decoder import Decoder
-from gatelab.model.settings import ModelSettings
+from gatelab.model.settings import ModelSettings, PatchSettings
 
 GOLDEN = Path(__file__).parent.parent / "golden" / "state_dict_keys.json"
 EVERY_GATE = (
@@ -23,6 +23,7 @@ EVERY_GATE = (
 DECODERS: dict[str, ModelSettings] = {
     "dense": tiny_settings(gates=EVERY_GATE, sandwich_norm=True),
     "mixture": tiny_settings("rms_norm_on_sdpa", mixture=MIXTURE, tied_head=False, num_layers=1),
+    "patches": tiny_settings(patches=PatchSettings(pixels=4), causal=False, tied_head=False, num_layers=1),
 }
 
 

@@ -153,7 +153,7 @@ def test_overrides_reach_every_part() -> None:
         ),
         (
             ["xyz"],
-            r"^recipe 'xyz' is unknown; the choices are: demo, dense_tiny, moe_tiny, latent_tiny, backcopy, ",
+            r"^recipe 'xyz' is unknown; the choices are: demo, dense_tiny, moe_tiny, latent_tiny, encoder_tiny, ",
         ),
         (
             ["demo", "gate=sdpa_elementwize"],

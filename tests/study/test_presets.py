@@ -22,8 +22,10 @@ from gatelab.study.scales import SCALES, find_scale
 from gatelab.study.study import Arm, Study
 from gatelab.train.checkpoint import path_of_step
 
-REFUSED = {("paper/sinks", "mechanism"), ("open/sft", "mechanism"), ("open/why", "mechanism")} | {
-    ("mechanism", scale) for scale in SCALES if scale != "mechanism"
+REFUSED = {
+    *((preset, "mechanism") for preset in ("paper/sinks", "open/sft", "open/why", "open/encoder_text")),
+    *(("mechanism", scale) for scale in SCALES if scale != "mechanism"),
+    *(("open/encoder_vision", scale) for scale in SCALES if scale not in ("micro", "mini")),
 }
 PAIRS = [(preset, scale) for preset in PRESETS for scale in SCALES if (preset, scale) not in REFUSED]
 OF_WORD = {

@@ -210,10 +210,11 @@ class TestSource:
 
 def test_a_score_adds_up() -> None:
     empty = torch.zeros(0, dtype=torch.float64)
-    assert Score(empty, empty, nats=6.0, num_tokens=3, num_bytes=4).figures() == {
+    assert Score(empty, empty, nats=6.0, num_tokens=3, num_right=2, num_bytes=4).figures() == {
         "loss": 2.0,
         "perplexity": math.exp(2.0),
         "bits_per_byte": 6.0 / (math.log(2) * 4),
+        "accuracy": 2 / 3,
         "tokens": 3,
         "bytes": 4,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Literal, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -130,6 +130,50 @@ class ChatSettings(Settings):
         return re.sub(r"[^\w.-]+", "_", name).strip("._") or "chats"
 
 
+class MaskingSettings(Settings):
+    """Some tokens of a text are hidden, to be found from both sides (BERT, Devlin et al. 1810.04805, section 3.1).
+
+    Of the chosen tokens ``masked`` are read as [MASK], ``random`` as any token of the tokenizer's, and the rest as they
+    are. A window is [CLS] text [SEP], with [SEP] between documents too: :mod:`gatelab.data.masking`.
+    """
+
+    probability: float = Field(default=0.15, gt=0, lt=1, description="chance that a token is chosen, to be found")
+    masked: float = Field(default=0.8, ge=0, le=1, description="share of the chosen tokens that [MASK] replaces")
+    random: float = Field(default=0.1, ge=0, le=1, description="share that a random token replaces; the rest is kept")
+
+    @model_validator(mode="after")
+    def _leave_a_share(self) -> Self:
+        if self.masked + self.random > 1:
+            raise ValueError(
+                f"masked={self.masked} and random={self.random} are together more than all chosen tokens; "
+                "give shares whose sum is at most 1"
+            )
+        return self
+
+
+class ImageSettings(Settings):
+    """Handwritten digits of 8 x 8 pixels in 17 levels, of 10 classes, in patches (:mod:`gatelab.data.images`)."""
+
+    name: Literal["digits"] = "digits"
+    patch_size: Literal[1, 2] = Field(default=1, description="pixels of a patch's side: 64 patches of an image, or 16")
+    heldout_fraction: float = Field(default=0.2, gt=0, lt=1, description="share of the images, never trained on")
+    seed: int = Field(default=0, ge=0, description="decides which images are held out, whatever the run's seed")
+
+    side: ClassVar[int] = 8
+    levels: ClassVar[int] = 17
+    num_classes: ClassVar[int] = 10
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of an image."""
+        return (self.side // self.patch_size) ** 2
+
+    @property
+    def cls_id(self) -> int:
+        """The number of [CLS], one above that of a white patch."""
+        return self.levels ** (self.patch_size**2)
+
+
 class BigramBackcopySettings(Settings):
     """The synthetic task of Guo et al. (arXiv 2410.13835): a bigram chain with back-copying triggers.
 
@@ -184,14 +228,39 @@ class DataSettings(Settings):
     chats: ChatSettings | None = Field(
         default=None, description="train on the answers of chats instead of text; corpora are then unused"
     )
+    masking: MaskingSettings | None = Field(
+        default=None, description="train an encoder to find hidden tokens of the text instead of the next token"
+    )
+    images: ImageSettings | None = Field(
+        default=None, description="train an encoder to tell images apart; corpora and tokenizer are then unused"
+    )
 
     @property
     def training_corpora(self) -> tuple[CorpusSettings, ...]:
         """``train``, and what is mixed in."""
         return self.train, *(mixed.corpus for mixed in self.mixture)
 
+    @property
+    def num_special_ids(self) -> int:
+        """Ids at the end of the model's vocabulary that the tokenizer must leave free: those of [SEP] and [MASK]."""
+        return 0 if self.masking is None else 2
+
+    @property
+    def vocab_size_needed(self) -> int:
+        """The least vocabulary of a model, as far as the settings tell: classes for images, else ids of tokens."""
+        if self.images is not None:
+            return self.images.num_classes
+        if self.synthetic is not None:
+            return self.synthetic.vocab_size
+        return (self.tokenizer.vocab_size if self.tokenizer.path is None else 0) + self.num_special_ids
+
     @model_validator(mode="after")
     def _refuse_contradictions(self) -> Self:
+        if self.images is not None:
+            self._refuse_contradictions_with_images(self.images)
+            return self
+        if self.masking is not None:
+            self._refuse_contradictions_with_masking()
         if self.chats is not None:
             self._refuse_contradictions_with_chats()
             return self
@@ -245,3 +314,27 @@ class DataSettings(Settings):
             raise ValueError("bos_in_every_window=False with chats is impossible: every chat begins with BOS")
         if self.tokenizer.path is None:
             raise ValueError("chats need tokenizer.path, the tokenizer of the model that learns to answer")
+
+    def _refuse_contradictions_with_masking(self) -> None:
+        if self.synthetic is not None or self.chats is not None:
+            other = "synthetic" if self.synthetic is not None else "chats"
+            raise ValueError(f"masking with {other} is impossible: tokens of a text are hidden; leave {other} out")
+        if self.document_masks:
+            raise ValueError(
+                "document_masks=True with masking is impossible: [CLS] and [SEP] belong to a whole window; "
+                "set document_masks=False"
+            )
+        if not self.bos_in_every_window:
+            raise ValueError("bos_in_every_window=False with masking is impossible: every window begins with [CLS]")
+        if self.context < 3:
+            raise ValueError(f"context={self.context} with masking leaves no text between [CLS] and [SEP]; give more")
+
+    def _refuse_contradictions_with_images(self, images: ImageSettings) -> None:
+        for other in ("synthetic", "chats", "masking", "mixture", "heldout", "document_masks"):
+            if getattr(self, other):
+                raise ValueError(f"images with {other} is impossible: an image is no text; leave {other} out")
+        if self.context != 1 + images.num_patches:
+            raise ValueError(
+                f"context={self.context} with images is impossible: [CLS] and {images.num_patches} patches of "
+                f"patch_size={images.patch_size} are {1 + images.num_patches} tokens; set it to that"
+            )

@@ -54,8 +54,9 @@ def measure(
 
     The figures are defined in :mod:`~gatelab.diagnose.sinks`, :mod:`~gatelab.diagnose.patterns`,
     :mod:`~gatelab.diagnose.gate_scores`, :mod:`~gatelab.diagnose.activations` and :mod:`~gatelab.diagnose.rank`; those
-    of a core set cost little beside the forward pass, and ``full`` gives them all. ``padding_mask`` is False for
-    padding, which enters no figure. ``query_sets`` gives :mod:`~gatelab.diagnose.query_sets` for the queries that are
+    of a core set cost little beside the forward pass, and ``full`` gives them all; ``delimiters``, token ids by name,
+    add those of :mod:`~gatelab.diagnose.patterns` without it. ``padding_mask`` is False for padding, which enters no
+    figure. ``query_sets`` gives :mod:`~gatelab.diagnose.query_sets` for the queries that are
     True, under the name of each set.
 
     A GateLab decoder is attached by itself, and may be given ``documents``, the document of each token. A foreign model
@@ -85,7 +86,7 @@ def measure(
             recorder.start(tokens[rows], real_batch, document_batch, sets)
             forward(tokens[rows], real_batch, document_batch)
     measured = _conclude(model, recorder, tokens, real, documents is not None, batch_size)
-    return replace(measured, query_sets=tuple(query_sets))
+    return replace(measured, query_sets=tuple(query_sets), delimiters=tuple(delimiters or ()))
 
 
 def _conclude(

@@ -56,7 +56,7 @@ class Measurement:
 
     ``layers`` are those with softmax attention; ``skipped`` names the others with the reason, and ``other_layers`` has
     their outputs. ``embedding`` is what the first layer reads. ``query_sets`` names the sets of queries that have
-    figures of their own.
+    figures of their own, ``delimiters`` the tokens to which attention was measured.
     """
 
     layers: list[LayerMeasurement]
@@ -65,6 +65,7 @@ class Measurement:
     other_layers: list[LayerMeasurement] = field(default_factory=list)
     skipped: dict[int, str] = field(default_factory=dict)
     query_sets: tuple[str, ...] = ()
+    delimiters: tuple[str, ...] = ()
 
     def mean(self, metric: str, query_range: str = "all") -> float | None:
         """A figure's mean over heads, then layers."""
@@ -79,10 +80,10 @@ class Measurement:
     @property
     def floor(self) -> float | None:
         """First-token attention of uniform attention over the same queries, mean over layers."""
-        return self._floor("all")
+        return self._floor("first_token_attention")
 
-    def _floor(self, query_range: str) -> float | None:
-        floors = [layer.floor("first_token_attention", query_range) for layer in self.layers]
+    def _floor(self, metric: str, query_range: str = "all") -> float | None:
+        floors = [layer.floor(metric, query_range) for layer in self.layers]
         found = [floor for floor in floors if floor is not None]
         return _mean(found) if found else None
 
@@ -107,14 +108,18 @@ class Measurement:
         """The figures that are logged during training, by name.
 
         ``first_token_attention`` is the paper's F-Attn and ``mean_activation_maximum`` its M-Act: the largest |h| of
-        each layer's output, averaged over layers. ``gated_output_effective_rank`` is that of what the output projection
-        reads of each head, and ``attention_entropy`` in nats, both mean over heads, then layers. Those of gates are
-        defined at :class:`~gatelab.diagnose.gate_scores.ScoreStatistics`, mean over layers and positions, and
+        each layer's output, averaged over layers; ``activation_ratio`` is the largest |h| in medians of its layer, and
+        ``activation_kurtosis`` the mean over layers. ``gated_output_effective_rank`` is that of what the output
+        projection reads of each head, and ``attention_entropy`` in nats, both mean over heads, then layers. Those of
+        gates are defined at :class:`~gatelab.diagnose.gate_scores.ScoreStatistics`, mean over layers and positions, and
         ``gate_attention_entropy_correlation`` is over the heads and queries of a layer. Of a query set NAME there are
-        ``first_token_attention[NAME]``, its floor, the attention to a learned sink and the mean gate score.
+        ``first_token_attention[NAME]``, its floor, the attention to a learned sink and the mean gate score; of a
+        delimiter NAME the attention to it and its floor.
         """
         first_token = self.layer_means("first_token_attention")
         maxima = [hidden.value for hidden in self.layer_outputs]
+        ratios = [hidden.ratio for hidden in self.layer_outputs if hidden.ratio is not None]
+        kurtosis = [hidden.kurtosis for hidden in self.layer_outputs]
         return {
             "first_token_attention": _mean(first_token) if first_token else None,
             "first_token_attention_worst_layer": max(first_token, default=None),
@@ -122,6 +127,8 @@ class Measurement:
             "sink_rate": self.mean("sink_rate"),
             "largest_activation": max(maxima, default=None),
             "mean_activation_maximum": _mean(maxima) if maxima else None,
+            "activation_ratio": max(ratios, default=None),
+            "activation_kurtosis": _mean(kurtosis) if kurtosis else None,
             "gated_output_effective_rank": self.mean("gated_output_effective_rank"),
             "attention_entropy": self.mean("attention_entropy"),
             "gate_mean": self.gate_mean,
@@ -130,11 +137,16 @@ class Measurement:
             "gate_attention_entropy_correlation": self._mean_of_gates(_entropy_correlation),
             "measured_tokens": self.context["tokens"],
             **{key: value for name in self.query_sets for key, value in self._of_query_set(name)},
+            **{key: value for name in self.delimiters for key, value in self._of_delimiter(name)},
         }
+
+    def _of_delimiter(self, name: str) -> Iterator[tuple[str, float | None]]:
+        yield f"delimiter_attention[{name}]", self.mean(f"delimiter_attention[{name}]")
+        yield f"delimiter_attention_floor[{name}]", self._floor(f"delimiter_attention[{name}]")
 
     def _of_query_set(self, name: str) -> Iterator[tuple[str, float | None]]:
         yield f"first_token_attention[{name}]", self.mean("first_token_attention", name)
-        yield f"first_token_attention_floor[{name}]", self._floor(name)
+        yield f"first_token_attention_floor[{name}]", self._floor("first_token_attention", name)
         yield f"learned_sink_attention[{name}]", self.mean("learned_sink_attention", name)
         figures = [figure for layer in self.layers for figure in layer.figures if figure.query_range == name]
         means = [_mean(figure.values) for figure in figures if figure.metric.startswith("gate_mean[")]

@@ -33,8 +33,9 @@ class Recorder:
     """Receives each attention layer's call (``record``) and each layer's output (``record_hidden``).
 
     ``full`` adds what costs up to two more forward passes: whole maps in blocks, effective sinks, ranks of weights.
+    ``delimiters`` maps names to token ids, attention to which is read from whole maps in blocks, ``full`` or not.
     ``first_tokens`` is the k of the attention to the first k tokens; ``skipped_queries`` are the numbers of first
-    queries that first-token attention is also given without; ``delimiters`` maps names to token ids (``full`` only).
+    queries that first-token attention is also given without.
     What attaches a recorder to a model may set ``expected_layers``, the number of layers that the model has.
     """
 
@@ -115,6 +116,7 @@ class _LayerTotals:
 
     def __init__(self, recorder: Recorder):
         self.full = recorder.full
+        self.with_maps = recorder.full or bool(recorder.delimiters)
         self.sinks = SinkTotals(recorder.first_tokens, recorder.skipped_queries)
         self.query_sets = QuerySetTotals()
         self.gates: dict[str, GateTotals] = {}
@@ -136,8 +138,9 @@ class _LayerTotals:
         self.gated_covariance.add(gated, real)
         self._add_gates(call, on_first, sees_first, real)
         self._add_entropy(call, real)
-        if self.full:
+        if self.with_maps:
             self.patterns.add(call, tokens)
+        if self.full:
             self._add_weights(call)
             if self.output_factors is not None:
                 self.effective_sink.add(call, self.output_factors)
@@ -185,8 +188,9 @@ class _LayerTotals:
         found += self.entropy.figures("attention_entropy")
         found += self.covariance.figures("output")
         found += self.gated_covariance.figures("gated_output")
-        if self.full:
+        if self.with_maps:
             found += self.patterns.figures()
+        if self.full:
             found += self.effective_sink.figures()
             found += self.weight_ranks
         return found

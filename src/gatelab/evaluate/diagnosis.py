@@ -78,6 +78,9 @@ def diagnose(names: Sequence[str], examination: Examination) -> list[Diagnosis]:
         raise ValueError(f"{names[0]} would be compared with itself; name another model, or leave out --compare")
     labels = short_names(names)
     opened = [open_model(name, DTYPES[examination.dtype]) for name in names]
+    if examination.clamp or examination.precision:
+        for one in opened:
+            one.require_causal("be probed with the loss of the next token")
     if examination.clamp and not any(map(_has_gates, opened)):
         raise ValueError(f"{' and '.join(names)}: no gates of GateLab's to clamp; leave out --clamp")
     length = examination.length or min([DEFAULT_LENGTH, *(one.max_context for one in opened if one.max_context)])
@@ -122,7 +125,7 @@ def _diagnose(name: str, opened: OpenedModel, windows: Windows, examination: Exa
         windows.tokens,
         attach=opened.attach,
         full=examination.full,
-        delimiters=_delimiters(opened.tokenizer),
+        delimiters=_delimiters(opened.tokenizer) if examination.full else None,
     )
     mapping = measurement.to_mapping()
     subject = Subject(name, opened.step)

@@ -73,8 +73,7 @@ def _require_room(
     for name, number in (("max_new_tokens", max_new_tokens), ("prefill_chunk", prefill_chunk)):
         if number < 1:
             raise ValueError(f"{name}={number} generates nothing; take at least 1")
-    if isinstance(opened.model, Decoder) and not opened.model.settings.causal:
-        raise ValueError(f"{opened.name} sees later tokens (causal=False), so it can't generate; open a causal model")
+    opened.require_causal("generate")
     for number, prompt in enumerate(prompts):
         if not prompt:
             raise ValueError(f"prompt {number} is empty; start it with BOS")

@@ -54,6 +54,7 @@ def evaluate_tasks(
     if domains.SUITE not in evaluation.tasks:
         corpora = {}
     opened = open_model(model, getattr(torch, evaluation.dtype))
+    opened.require_causal("be asked for the next token")
     opened.model.to(evaluation.device)
     tokenizer = open_tokenizer(opened)
     subject = Subject(opened, tokenizer, model_digest(opened.model, tokenizer.backend_tokenizer.to_str()))

@@ -21,6 +21,7 @@ from gatelab.interop import register
 from gatelab.interop.loading import build_decoder, is_ours_to_load, open_checkpoint
 from gatelab.interop.probe import attach_hugging_face
 from gatelab.model.accounting import count_parameters
+from gatelab.model.decoder import Decoder
 from gatelab.train.checkpoint import checkpoints, load_decoder, step_of
 from gatelab.train.run_folder import RunFolder
 
@@ -48,6 +49,13 @@ class OpenedModel:
     attach: Attach | None = None
     step: int | None = None
     description: dict[str, Any] = field(default_factory=dict)
+
+    def require_causal(self, purpose: str) -> None:
+        """Raise ``ValueError`` for a decoder whose tokens see later ones; ``purpose`` is what that rules out."""
+        if isinstance(self.model, Decoder) and not self.model.settings.causal:
+            raise ValueError(
+                f"{self.name} sees later tokens (causal=False), so it can't {purpose}; open a causal model"
+            )
 
 
 def open_model(name: str, dtype: torch.dtype = torch.float32) -> OpenedModel:
@@ -121,8 +129,9 @@ def _open_decoder(folder: Path, name: str, dtype: torch.dtype) -> OpenedModel:
 
 def _run_tokenizer(run: RunFolder, name: str) -> Tokenizer:
     settings = run.settings.data
-    if settings.synthetic is not None:
-        raise ValueError(f"the run in {name} was trained on a synthetic task and has no tokenizer for a text")
+    if settings.synthetic is not None or settings.images is not None:
+        kind = "a synthetic task" if settings.images is None else "images"
+        raise ValueError(f"the run in {name} was trained on {kind} and has no tokenizer for a text")
     if not run.tokenizer.exists():
         raise ValueError(
             f"the run in {name} has no {run.tokenizer.name}; copy it there from the folder of its prepared data"

@@ -74,6 +74,8 @@ def open_base_run(name: str) -> BaseRun:
     if not saved:
         raise ValueError(f"the run in {name} has no checkpoint yet; train it until it has saved one")
     settings = run.settings
+    if not settings.model.causal:
+        raise ValueError(f"{name} is an encoder, whose later tokens are seen; a decoder's context is extended")
     if settings.data.synthetic is not None:
         raise ValueError(f"the run in {name} was trained on a synthetic task; train one at the longer context instead")
     if settings.data.chats is not None:

@@ -18,8 +18,9 @@ BYTES_OF_TRAINING_STATE = 16
 class ParameterCounts(NamedTuple):
     """Numbers of parameters; a tied head counts once, and a router's selection bias, which is a buffer, not at all.
 
-    ``active``: those that one token meets, which is all but the experts it is not sent to; embedding and head count
-    whole. ``gates`` includes gate-free controls; a sink's parameters are in ``total`` and ``active`` alone.
+    ``active``: those that one token meets, which is all but the experts it is not sent to; embedding (with places of
+    patches) and head count whole. ``gates`` includes gate-free controls; a sink's parameters are in ``total`` and
+    ``active`` alone.
     """
 
     total: int
@@ -35,7 +36,12 @@ def count_parameters(settings: ModelSettings) -> ParameterCounts:
     return ParameterCounts(
         total=total,
         active=total - _numel(decoder, Experts) + _active_in_experts(decoder),
-        embedding=settings.vocab_size * settings.width * (1 if settings.tied_head else 2),
+        embedding=sum(
+            parameter.numel()
+            for module in (decoder.model.embed_tokens, decoder.lm_head)
+            if module is not None
+            for parameter in module.parameters()
+        ),
         gates=_numel(decoder, Gate) + _numel(decoder, HeadNorm),
     )
 
@@ -71,6 +77,8 @@ def flops_per_token_forward(settings: ModelSettings, context: int) -> float:
     matrices += _active_in_experts(decoder)
     if settings.tied_head:
         matrices += settings.vocab_size * settings.width
+    if settings.patches is not None:
+        matrices += settings.patches.pixels * settings.width
     learned_keys = settings.sink is not None and settings.sink.kind == "learned_key_value"
     head_keys = sum(
         settings.shape_on_layer(layer).num_heads * (_visible_keys(settings, layer, context) + learned_keys)

@@ -18,6 +18,7 @@ from gatelab.model.latent import LatentAttention
 from gatelab.model.masks import PADDING, document_mask, positions_in_documents, suffix_mask
 from gatelab.model.moe import MixtureOfExperts, RouterStatistics
 from gatelab.model.norm import RMSNorm
+from gatelab.model.patches import PatchEmbedding
 from gatelab.model.rope import Rotation, rotation_at
 from gatelab.model.settings import ModelSettings, RopeSettings
 
@@ -89,7 +90,11 @@ class DecoderStack(nn.Module):
 
     def __init__(self, settings: ModelSettings):
         super().__init__()
-        self.embed_tokens = ScaledEmbedding(settings.vocab_size, settings.width, settings.embedding_scale)
+        self.embed_tokens = (
+            ScaledEmbedding(settings.vocab_size, settings.width, settings.embedding_scale)
+            if settings.patches is None
+            else PatchEmbedding(settings.patches, settings.max_context, settings.width)
+        )
         self.layers = nn.ModuleList(DecoderLayer(settings, layer) for layer in range(settings.num_layers))
         self.norm = RMSNorm(settings.width, settings.norm_epsilon, settings.centred_norms)
 

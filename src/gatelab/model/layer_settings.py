@@ -159,3 +159,24 @@ class LayerSettings(Settings):
         if self.rope is not None and not self.rotary:
             raise ValueError("rope is given although rotary=False; leave one of them out")
         return self
+
+
+class PatchSettings(Settings):
+    """Images in place of tokens: a sequence is [CLS] and patches, each the number that its pixels make.
+
+    The number of a patch is sum_k pixel_k ``levels``^k, that of [CLS] the next one after the largest.
+    """
+
+    pixels: int = Field(default=1, gt=0, description="P, pixels of a patch")
+    levels: int = Field(default=17, ge=2, description="brightness of a pixel goes from 0, black, to one less than this")
+
+    @property
+    def cls_id(self) -> int:
+        """The number of [CLS]."""
+        return self.levels**self.pixels
+
+    @model_validator(mode="after")
+    def _check(self) -> PatchSettings:
+        if self.cls_id >= 2**62:
+            raise ValueError(f"patches of {self.pixels} pixels in {self.levels} levels have no number of 64 bits")
+        return self

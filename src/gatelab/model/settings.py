@@ -12,6 +12,7 @@ from gatelab.model.layer_settings import (
     LatentSettings,
     LayerSettings,
     MixtureSettings,
+    PatchSettings,
     RopeScaling,
     RopeSettings,
     SinkSettings,
@@ -23,6 +24,7 @@ __all__ = [
     "LayerSettings",
     "MixtureSettings",
     "ModelSettings",
+    "PatchSettings",
     "RopeScaling",
     "RopeSettings",
     "SinkSettings",
@@ -32,7 +34,7 @@ __all__ = [
 class ModelSettings(Settings):
     """A pre-norm decoder, its gates included: the shape of Qwen3, and by its options that of families like it."""
 
-    vocab_size: int = Field(gt=0, le=2**24, description="V")
+    vocab_size: int = Field(gt=0, le=2**24, description="V; of a model of images its classes")
     width: int = Field(gt=0, le=2**20, description="D")
     num_layers: int = Field(gt=0, le=4096, description="L")
     num_heads: int = Field(gt=0, le=2**20, description="H, query heads")
@@ -56,6 +58,9 @@ class ModelSettings(Settings):
     )
     embedding_scale: float = Field(default=1.0, gt=0, description="factor on the embedding, not on a tied head")
     causal: bool = True
+    patches: PatchSettings | None = Field(
+        default=None, description="reads images in place of tokens, with learned positions and no rotation"
+    )
     rope: RopeSettings = RopeSettings()
     layers: tuple[LayerSettings, ...] = Field(default=(), description="one for each layer, or none: all layers alike")
     latent: LatentSettings | None = Field(
@@ -100,7 +105,9 @@ class ModelSettings(Settings):
         return AttentionShape.parse({**self.attention_shape.to_mapping(), "num_heads": num_heads})
 
     def rope_on_layer(self, layer: int) -> RopeSettings | None:
-        """The rotation of one layer, ``None`` for a layer that does not rotate."""
+        """The rotation of one layer, ``None`` for a layer that does not rotate, as none of a model of images does."""
+        if self.patches is not None:
+            return None
         own = self.on_layer(layer)
         return (own.rope or self.rope) if own.rotary else None
 
@@ -171,6 +178,18 @@ class ModelSettings(Settings):
             )
         if rope.scaling is not None and rope.scaling.kind == "ntk" and rotated == 2:
             raise ValueError(f"{name}.scaling.kind=ntk changes the base of slower pairs, and only one pair rotates")
+
+    @model_validator(mode="after")
+    def _check_patches(self) -> ModelSettings:
+        if self.patches is None:
+            return self
+        if self.causal:
+            raise ValueError("causal=True with patches is impossible: [CLS] comes first and would see no patch")
+        if self.tied_head:
+            raise ValueError("tied_head=True with patches is impossible: no patch stands for a class; set it to False")
+        if self.embedding_scale != 1:
+            raise ValueError(f"embedding_scale={self.embedding_scale} is of tokens, and patches have none; set it to 1")
+        return self
 
     @model_validator(mode="after")
     def _check_latent(self) -> ModelSettings:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from gatelab.data.settings import BigramBackcopySettings, CorpusSettings, DataSettings
+from gatelab.data.settings import BigramBackcopySettings, CorpusSettings, DataSettings, ImageSettings
 from gatelab.gates.variants import find_variant
 from gatelab.model.matching import Match, with_gate
-from gatelab.model.settings import LatentSettings, MixtureSettings, ModelSettings
+from gatelab.model.settings import LatentSettings, MixtureSettings, ModelSettings, PatchSettings
 from gatelab.train.settings import (
     CheckpointSettings,
     EvaluationSettings,
@@ -85,6 +85,35 @@ def latent_tiny(gate: str = "none", match: Match = "none") -> RunSettings:
     changes = {"num_kv_heads": 4, "head_size": 48, "qk_norm": False, "latent": latent.to_mapping()}
     model = ModelSettings.parse({**dense.model.to_mapping(), **changes})
     return RunSettings(model=with_gate(model, find_variant(gate), match), data=dense.data, train=dense.train)
+
+
+def encoder_tiny(gate: str = "none", match: Match = "none") -> RunSettings:
+    """``dense_tiny`` that sees both sides and finds hidden tokens, of the same text in the same tokens."""
+    dense = dense_tiny()
+    model = ModelSettings.parse({**dense.model.to_mapping(), "causal": False, "vocab_size": dense.model.vocab_size + 2})
+    data = DataSettings.parse({**dense.data.to_mapping(), "masking": {}})
+    return RunSettings(model=with_gate(model, find_variant(gate), match), data=data, train=dense.train)
+
+
+def vision_tiny(gate: str = "none", match: Match = "none") -> RunSettings:
+    """A small ViT on scikit-learn's handwritten digits, a pixel a patch: 65 tokens an image. Needs gatelab[vision]."""
+    model = ModelSettings(
+        vocab_size=ImageSettings.num_classes,
+        width=64,
+        num_layers=4,
+        num_heads=4,
+        num_kv_heads=2,
+        head_size=16,
+        feedforward_width=176,
+        max_context=65,
+        tied_head=False,
+        causal=False,
+        patches=PatchSettings(),
+        init_std=0.125,
+    )
+    data = DataSettings(images=ImageSettings(), context=65)
+    train = TrainSettings(steps=450, sequences_per_step=32, schedule=ScheduleSettings(warmup_steps=45))
+    return RunSettings(model=with_gate(model, find_variant(gate), match), data=data, train=train)
 
 
 def backcopy(gate: str = "none", match: Match = "none") -> RunSettings:

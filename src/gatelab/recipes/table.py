@@ -10,7 +10,7 @@ from gatelab.gates.variants import find_variant
 from gatelab.model.matching import Match, matched, with_gate
 from gatelab.model.rivals import find_rival, with_rival
 from gatelab.recipes.paper import dense_70b, paper_dense_28l, paper_dense_48l, paper_moe_15a2b
-from gatelab.recipes.small import backcopy, demo, dense_tiny, latent_tiny, moe_tiny
+from gatelab.recipes.small import backcopy, demo, dense_tiny, encoder_tiny, latent_tiny, moe_tiny, vision_tiny
 from gatelab.settings import nearest
 from gatelab.train.settings import RunSettings
 
@@ -25,6 +25,8 @@ RECIPES: dict[str, Recipe] = {
         dense_tiny,
         moe_tiny,
         latent_tiny,
+        encoder_tiny,
+        vision_tiny,
         backcopy,
         paper_dense_28l,
         paper_dense_48l,

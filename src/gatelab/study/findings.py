@@ -18,20 +18,21 @@ from gatelab.study.presets.paper_numbers import PAPER_NUMBERS, PaperRow
 from gatelab.study.runner import CONDITIONS, read_conditions, read_results
 from gatelab.study.statistics import Estimate, compare_on_documents, t_interval
 from gatelab.study.status import StudyStatus, open_study, read_rates, status
-from gatelab.study.study import INSIDE, LOGITS_ERROR, PROBES, QUANTISATION_COST, Interaction, Study
+from gatelab.study.study import HELDOUT_ERROR, INSIDE, LOGITS_ERROR, PROBES, QUANTISATION_COST, Interaction, Study
 
 Direction = Literal["agrees", "disagrees", "can't tell"]
 Runs = Mapping[str, Sequence[JobResult]]
 LOSS = "heldout_loss"
 FIRST_TOKEN, WORST_LAYER = "first_token_attention", "first_token_attention_worst_layer"
+ON_DELIMITER = "delimiter_attention"
 OVER_FLOOR = "_over_floor"
 
 
 class Quantity(NamedTuple):
     """A figure of a run: its key in the measurement, or ``heldout_loss``; what it is called; how it is written.
 
-    ``paper`` is the paper's figure of the same kind, from one of its rows. A key that ends in ``_over_floor`` is of a
-    first-token attention in units of what uniform attention gives.
+    ``paper`` is the paper's figure of the same kind, from one of its rows. A key that ends in ``_over_floor`` is of an
+    attention to the first token, or to delimiters, in units of what uniform attention gives.
     """
 
     key: str
@@ -67,17 +68,18 @@ class Quantity(NamedTuple):
         return result.measurement.get(self.key)
 
     def floor(self, result: JobResult) -> float | None:
-        """What uniform attention gives for a first-token attention; ``None`` for other figures."""
-        if not self.key.startswith(FIRST_TOKEN) or result.measurement is None:
+        """What uniform attention gives for attention to the first token or delimiters; ``None`` for other figures."""
+        if not self.key.startswith((FIRST_TOKEN, ON_DELIMITER)) or result.measurement is None:
             return None
         if self.key.endswith(OVER_FLOOR):
             return 1.0
-        query_set = self.key.removeprefix(WORST_LAYER).removeprefix(FIRST_TOKEN)
-        return result.measurement.get(f"{FIRST_TOKEN}_floor{query_set}")
+        kind = ON_DELIMITER if self.key.startswith(ON_DELIMITER) else FIRST_TOKEN
+        part = self.key.removeprefix(WORST_LAYER).removeprefix(kind)
+        return result.measurement.get(f"{kind}_floor{part}")
 
     @property
     def over_floor(self) -> Quantity:
-        """A first-token attention as a multiple of its own run's floor."""
+        """An attention as a multiple of its own run's floor."""
         return Quantity(f"{self.key}{OVER_FLOOR}", f"{self.title}, times uniform", ".2f")
 
 
@@ -178,7 +180,7 @@ class Findings:
     def quantities(self) -> list[Quantity]:
         """The loss, and what was measured inside any of the models, query sets too.
 
-        First-token attention is there as a multiple of its floor too, where runs have other floors.
+        Attention that has a floor is there as a multiple of it too, where runs have other floors.
         """
         summaries = [one.measurement for one in self.results if one.measurement is not None]
         keys = dict.fromkeys(key for one in summaries for key, value in one.items() if value is not None)
@@ -186,7 +188,7 @@ class Findings:
         return [_quantity(LOSS), *inside, *(one.over_floor for one in inside if len(self.floors(one)) > 1)]
 
     def floors(self, quantity: Quantity) -> list[float]:
-        """The uniform floors of a first-token attention over the runs, ascending; none for other figures."""
+        """The uniform floors of an attention over the runs, ascending; none for other figures."""
         floors = {quantity.floor(one) for one in self.results}
         return sorted(floor for floor in floors if floor is not None)
 
@@ -291,7 +293,9 @@ def _value(result: JobResult, quantity: Callable[[JobResult], float | None]) -> 
 def _quantity(key: str) -> Quantity:
     name, bracket, inside = key.removesuffix("]").partition("[")
     title, format, paper = _MEASURED.get(name, _MEASURED[LOSS])
-    if bracket:
+    if name == ON_DELIMITER:
+        title += f" to {inside}"
+    elif bracket:
         title += f", {inside}" if key in PROBES else f" of {inside} queries"
     return Quantity(key, title, format, paper)
 
@@ -315,11 +319,15 @@ _MEASURED: dict[str, _Description] = {
     LOSS: ("held-out loss", ".4f", _nats),
     FIRST_TOKEN: ("first-token attention", ".4f", _first_token),
     WORST_LAYER: ("first-token attention, worst layer", ".4f", _first_token),
+    ON_DELIMITER: ("attention", ".4f", _nothing),
     "learned_sink_attention": ("attention to a learned sink", ".4f", _nothing),
     "largest_activation": ("largest |h|", ",.1f", _nothing),
     "mean_activation_maximum": ("largest |h|, mean over layers", ",.1f", lambda row: row.largest_activation),
+    "activation_ratio": ("largest |h| in medians", ",.1f", _nothing),
+    "activation_kurtosis": ("kurtosis of h, mean over layers", ",.2f", _nothing),
     "gated_output_effective_rank": ("effective rank of what the output projection reads", ".2f", _nothing),
     "attention_entropy": ("attention entropy, nats", ".3f", _nothing),
+    HELDOUT_ERROR: ("held-out error", ".4f", _nothing),
     "gate_mean": ("mean gate score", ".3f", lambda row: row.mean_gate),
     "gate_binary_entropy": ("entropy of a score, nats", ".3f", _nothing),
     "gate_histogram_entropy": ("entropy of the scores' histogram, nats", ".3f", _nothing),

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file
 from gatelab.files import write_atomically
 from gatelab.model.accounting import count_parameters, flops_per_token_training
 from gatelab.study.statistics import DocumentScores
-from gatelab.study.study import Study
+from gatelab.study.study import HELDOUT_ERROR, Study
 from gatelab.train.divergence import DivergedError, RiseMonitor
 from gatelab.train.loop import train
 from gatelab.train.metrics import read_metrics
@@ -65,7 +65,9 @@ class JobResult(NamedTuple):
             return None
         key = "first_token_attention_worst_layer" if metric == "first_token_attention" else metric
         if key not in self.measurement:
-            raise ValueError(f"the runs measured no {metric}; the queries of text are in no sets")
+            raise ValueError(
+                f"the runs measured no {metric}: the task names the sets of queries, and encoders alone have delimiters"
+            )
         return self.measurement[key]
 
 
@@ -171,7 +173,7 @@ def read_result(job: Job, study_folder: Path) -> JobResult:
     loss, documents = _scores(job, run, result)
     cost = (result["training_seconds"], result["tokens"], result["parameters"])
     flops = result["flops_per_token_training"] * result["tokens"]
-    measurement = result["measurement"] | _probes(folder)
+    measurement = result["measurement"] | _error(result) | _probes(folder)
     return JobResult(*known, loss, documents, measurement, None, *cost, flops)
 
 
@@ -182,6 +184,12 @@ def read_documents(run: RunFolder) -> dict[str, DocumentScores]:
     return {
         domain: DocumentScores(*(tensors[f"{domain}/{part}"] for part in DocumentScores._fields)) for domain in domains
     }
+
+
+def _error(result: Mapping[str, Any]) -> dict[str, float]:
+    """1 - accuracy on the first held-out domain, all of it; nothing of a run from before accuracy was kept."""
+    figures = next(iter(result["heldout"].values()))
+    return {HELDOUT_ERROR: 1 - figures["accuracy"]} if "accuracy" in figures else {}
 
 
 def _probes(folder: Path) -> dict[str, float]:

@@ -49,6 +49,11 @@ def schemes_of(study: Study) -> tuple[str, ...]:
 
 def require_probeable(study: Study, cache: Path) -> None:
     """Raise ``ValueError`` for too little held-out text, and for a layer of any arm that a scheme can't round."""
+    if not study.settings_of(study.arm(study.baseline)).model.causal:
+        raise ValueError(
+            f"metric {study.metric} is measured with the loss of the next token, which models with causal=False see; "
+            "choose another metric"
+        )
     schemes = [find_scheme(name) for name in schemes_of(study)]
     text = probed_text(study.settings_of(study.arm(study.baseline)), cache)
     for arm in study.arms:

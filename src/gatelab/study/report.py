@@ -16,11 +16,12 @@ from gatelab.study import report_figures as figures
 from gatelab.study import report_run_tables as run_tables
 from gatelab.study import report_tables as tables
 from gatelab.study.conditions import conditions_table
-from gatelab.study.findings import Comparison, Findings, compare, mean_over_seeds, read_findings
+from gatelab.study.findings import LOSS, Comparison, Findings, compare, mean_over_seeds, read_findings
 from gatelab.study.jobs import JobResult
 from gatelab.study.report_inside import inside_sections
 from gatelab.study.report_interactions import interactions_section
 from gatelab.study.run_curves import read_curve
+from gatelab.study.study import HELDOUT_ERROR
 from gatelab.train.run_folder import RunFolder
 
 PAPER_TEXT = (
@@ -80,6 +81,7 @@ def _page(findings: Findings, command: str | None) -> Page:
         and one.step
         and one.job.learning_rate == (findings.rates or {}).get(one.job.arm)
     ]
+    others = [one for one in findings.quantities if one.key in (LOSS, HELDOUT_ERROR) and one.key != findings.metric.key]
     sections = [
         _section(
             "Result",
@@ -89,6 +91,7 @@ def _page(findings: Findings, command: str | None) -> Page:
                 *figures.difference_figure(findings),
                 tables.size_table(findings),
                 tables.equal_rate_table(findings),
+                run_tables.inside_table(findings, others, "What was held out, in another figure."),
             ],
         ),
         _section("What the seeds can tell", "", [tables.verdict_table(findings), tables.power_table(findings)]),

@@ -12,6 +12,7 @@ from gatelab.study.report_run_tables import inside_table
 from gatelab.study.run_curves import RunCurve
 
 HIDDEN_DEFINITION = "Largest absolute value of a layer's output over all tokens and channels, before the final norm."
+KURTOSIS_DEFINITION = "The kurtosis of a token's values is 3 where they are normally distributed."
 HEADS_DEFINITION = (
     "Of what the output projection reads of one head, over all tokens, the mean taken off: exp of the entropy of the "
     "singular values, scaled to sum to 1. Attention entropy: -sum A log A over keys, mean over queries. Both are means "
@@ -45,7 +46,13 @@ def _known(findings: Findings, *names: str) -> list[Quantity]:
 
 
 def _attention(findings: Findings, curves: Sequence[RunCurve]) -> Section:
-    attention = _known(findings, "first_token_attention_worst_layer", "first_token_attention", "learned_sink_attention")
+    names = (
+        "first_token_attention_worst_layer",
+        "first_token_attention",
+        "delimiter_attention",
+        "learned_sink_attention",
+    )
+    attention = _known(findings, *names)
     drawn = [findings.metric] if findings.metric in attention else attention[:1]
     drawn += [one for one in attention if one in [absolute.over_floor for absolute in drawn]]
     return _section(
@@ -53,15 +60,17 @@ def _attention(findings: Findings, curves: Sequence[RunCurve]) -> Section:
         "A sink is attention parked on the first token whatever the query. A figure means something only against the "
         "uniform floor of the same queries.",
         [
-            inside_table(findings, attention, "Attention to the first token after training."),
+            inside_table(findings, attention, "Attention to single tokens after training."),
             *figures.attention_figures(findings, curves, drawn),
         ],
     )
 
 
 def _hidden(findings: Findings) -> Section:
-    hidden = _known(findings, "largest_activation", "mean_activation_maximum")
-    content: Content = [inside_table(findings, hidden, HIDDEN_DEFINITION)]
+    hidden = _known(
+        findings, "largest_activation", "mean_activation_maximum", "activation_ratio", "activation_kurtosis"
+    )
+    content: Content = [inside_table(findings, hidden, f"{HIDDEN_DEFINITION} {KURTOSIS_DEFINITION}")]
     for one in hidden[:1]:
         content += figures.quantity_figure(findings, one, "Largest hidden value", HIDDEN_DEFINITION)
     return _section("Hidden states", "", content)

@@ -21,8 +21,21 @@ PROBES = (LOGITS_ERROR, *(f"{QUANTISATION_COST}[{scheme}]" for scheme in SCHEMES
 """Metrics that are measured on a finished run's checkpoint (gatelab.study.probes)."""
 INSIDE = ("gated_output_effective_rank", "attention_entropy")
 """Metrics of which neither more nor less is better: they describe what a model does."""
-METRICS = ("heldout_loss", "first_token_attention", "first_token_attention[SET]", *INSIDE, STEP_SECONDS, *PROBES)
-METRIC = re.compile(rf"heldout_loss|first_token_attention(\[[\w-]+\])?|{'|'.join(INSIDE)}|{STEP_SECONDS}")
+HELDOUT_ERROR = "heldout_error"
+METRICS = (
+    "heldout_loss",
+    HELDOUT_ERROR,
+    "first_token_attention",
+    "first_token_attention[SET]",
+    "delimiter_attention[NAME]",
+    *INSIDE,
+    STEP_SECONDS,
+    *PROBES,
+)
+METRIC = re.compile(
+    rf"heldout_loss|{HELDOUT_ERROR}|first_token_attention(\[[\w-]+\])?|delimiter_attention\[[\w-]+\]|"
+    rf"{'|'.join(INSIDE)}|{STEP_SECONDS}"
+)
 SMALLEST_GRID = 3
 RATE, SEED = "train.optimizer.learning_rate", "train.seed"
 Seed = Annotated[int, Field(ge=0)]
@@ -65,11 +78,12 @@ class Study(Settings):
     seeds: tuple[Seed, ...] = Field(default=(0,), min_length=1, description="of the runs that are compared")
     metric: str = Field(
         default="heldout_loss",
-        description="what verdicts are about: nats per token, the first-token attention of the worst layer, or that "
-        "of a set of queries that the task names, as first_token_attention[other]; what a scheme of quantisation adds "
-        "to the loss, as quantisation_cost[w8a8]; bfloat16's relative error of the logits; the effective rank of what "
-        "the output projection reads, or the entropy of attention; or the time of a step, all arms in turns "
-        "(gatelab.study.overhead)",
+        description="what verdicts are about: nats per token; the share of targets that are not found likeliest; the "
+        "first-token attention of the worst layer, or that of a set of queries that the task names, as "
+        "first_token_attention[other]; an encoder's attention to certain tokens, as delimiter_attention[SEP]; what a "
+        "scheme of quantisation adds to the loss, as quantisation_cost[w8a8]; bfloat16's relative error of the logits; "
+        "the effective rank of what the output projection reads, or the entropy of attention; or the time of a step, "
+        "all arms in turns (gatelab.study.overhead)",
     )
     smallest_difference: float | None = Field(
         default=None, gt=0, description="the smallest difference that matters, in the metric's unit"

@@ -24,22 +24,24 @@ from gatelab.train.source import HeldoutDomain, Source
 class Score:
     """Summed cross-entropy of one domain, and its parts by document (in the order of the held-out text), float64.
 
-    ``num_bytes`` counts the UTF-8 bytes of the scored text, and is ``None`` when only part of it was scored or the
-    domain has no text.
+    ``num_right`` counts the targets that the model finds likeliest. ``num_bytes`` counts the UTF-8 bytes of the scored
+    text, and is ``None`` when only part of it was scored or the domain has no text.
     """
 
     document_nats: Float[Tensor, "N"]
     document_tokens: Float[Tensor, "N"]
     nats: float = 0.0
     num_tokens: int = 0
+    num_right: int = 0
     num_bytes: int | None = None
 
     def figures(self) -> dict[str, Any]:
-        """Loss in nats a token, perplexity, bits per byte, and the counts that they stand on."""
+        """Loss in nats a token, perplexity, bits per byte, accuracy, and the counts that they stand on."""
         return {
             "loss": self.nats / self.num_tokens,
             "perplexity": perplexity(self.nats, self.num_tokens),
             "bits_per_byte": None if self.num_bytes is None else bits_per_byte(self.nats, self.num_bytes),
+            "accuracy": self.num_right / self.num_tokens,
             "tokens": self.num_tokens,
             "bytes": self.num_bytes,
         }
@@ -55,29 +57,36 @@ def score(decoder: Decoder, domain: HeldoutDomain, num_windows: int | None = Non
     text_bytes = domain.document_text_bytes
     num_documents = 0 if text_bytes is None else len(text_bytes)
     device = _device_of(decoder)
-    totals = torch.zeros(2, dtype=torch.float64, device=device)
+    totals = torch.zeros(3, dtype=torch.float64, device=device)
     by_document = torch.zeros(2, num_documents, dtype=torch.float64, device=device)
     with torch.compiler.set_stance("force_eager"):
         for batch in _first_windows(domain.batches(), num_windows):
             own = rows_of_rank(len(batch.inputs), ranks.data_rank, ranks.num_data_ranks)
             _add(totals, by_document, decoder, batch.rows(own).to(device))
-    nats, num_tokens = ranks.sum_over_data(totals).tolist()
+    nats, num_tokens, num_right = ranks.sum_over_data(totals).tolist()
     document_nats, document_tokens = ranks.sum_over_data(by_document).cpu()
-    result = Score(document_nats, document_tokens, nats, int(num_tokens))
-    if text_bytes is not None and num_windows is None:
+    result = Score(document_nats, document_tokens, nats, int(num_tokens), int(num_right))
+    if text_bytes is not None and num_windows is None and domain.whole_text:
         result.num_bytes = int(text_bytes.sum())
     return result
 
 
 def measure_heldout(decoder: Decoder, source: Source, num_windows: int) -> Measurement:
-    """Measure a decoder on the first windows of the first held-out domain, and a synthetic task's queries."""
+    """Measure a decoder on the first windows of the first held-out domain, with the source's queries and delimiters."""
     windows = source.measured_windows(num_windows)
     device = _device_of(decoder)
     sets = {name: queries.to(device) for name, queries in source.query_sets(windows.inputs).items()}
     windows = windows.to(device)
     documents = windows.documents
     real = None if documents is None or bool((documents != PADDING).all()) else documents != PADDING
-    return measure(decoder, windows.inputs, padding_mask=real, documents=documents, query_sets=sets)
+    return measure(
+        decoder,
+        windows.inputs,
+        padding_mask=real,
+        documents=documents,
+        query_sets=sets,
+        delimiters=source.delimiters,
+    )
 
 
 def _device_of(decoder: Decoder) -> torch.device:
@@ -85,13 +94,16 @@ def _device_of(decoder: Decoder) -> torch.device:
 
 
 def _add(totals: Tensor, by_document: Tensor, decoder: Decoder, batch: Batch) -> None:
-    """Add cross-entropy and number of a batch's scored tokens to their sums (2) and those by document (2 N)."""
-    nats = token_nats(decoder(batch.inputs, batch.documents), batch.targets).double()
+    """Add cross-entropy, number and right guesses of a batch's targets to their sums (3), the first two also to those
+    by document (2 N)."""
+    logits = decoder(batch.inputs, batch.documents)
+    nats = token_nats(logits, batch.targets).double()
     scored = batch.targets != IGNORED
-    figures = torch.stack([nats[scored], torch.ones_like(nats[scored])])
+    right = logits.argmax(-1)[scored] == batch.targets[scored]
+    figures = torch.stack([nats[scored], torch.ones_like(nats[scored]), right.double()])
     totals += figures.sum(dim=1)
     if batch.document_ids is not None:
-        by_document.index_add_(1, batch.document_ids[scored], figures)
+        by_document.index_add_(1, batch.document_ids[scored], figures[:2])
 
 
 def _first_windows(batches: Iterable[Batch], num_windows: int | None) -> Iterable[Batch]:

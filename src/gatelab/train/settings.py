@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from gatelab.data.settings import DataSettings
-from gatelab.model.settings import ModelSettings
+from gatelab.model.settings import ModelSettings, PatchSettings
 from gatelab.settings import Settings
 
 
@@ -186,18 +186,37 @@ class RunSettings(Settings):
                 f"data.context={self.data.context} exceeds model.max_context={self.model.max_context}, the longest "
                 "sequence that the rotary embedding is meant for"
             )
-        if not self.model.causal:
+        self._check_images()
+        if not self.model.causal and self.data.masking is None and self.data.images is None:
             raise ValueError(
                 "model.causal=False can't be trained to predict the next token, which every query would see; "
-                "set model.causal=true"
+                "set model.causal=true, or data.masking={} to find hidden tokens"
             )
-        synthetic, tokenizer = self.data.synthetic, self.data.tokenizer
-        needed = synthetic.vocab_size if synthetic else tokenizer.vocab_size if tokenizer.path is None else 0
+        if self.model.causal and self.data.masking is not None:
+            raise ValueError(
+                "data.masking hides tokens that are found from both sides, and model.causal=True sees one side alone; "
+                "set model.causal=false, or leave data.masking out"
+            )
+        needed = self.data.vocab_size_needed
         if needed > self.model.vocab_size:
             raise ValueError(
                 f"model.vocab_size={self.model.vocab_size} is smaller than the data's vocabulary of {needed}"
+                + (", the two ids of [SEP] and [MASK] included" if self.data.masking is not None else "")
             )
         return self
+
+    def _check_images(self) -> None:
+        patches, images = self.model.patches, self.data.images
+        if images is None:
+            if patches is not None:
+                raise ValueError("model.patches reads images, and data.images is none; set data.images={}")
+            return
+        wanted = PatchSettings(pixels=images.patch_size**2, levels=images.levels)
+        if patches != wanted:
+            raise ValueError(
+                f"data.images of patch_size={images.patch_size} are read by a model with patches; set "
+                f"model.patches={{pixels: {wanted.pixels}, levels: {wanted.levels}}}"
+            )
 
     @property
     def tokens_per_step(self) -> int:

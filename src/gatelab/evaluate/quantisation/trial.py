@@ -104,6 +104,7 @@ def quantise_models(
     opened = [open_model(name) for name in names]
     schemes = [find_scheme(name) for name in trial.schemes]
     for one in opened:
+        one.require_causal("be scored on the next token")
         layers = linear_layers(one.model, trial.gates)
         for scheme in schemes:
             require_roundable(layers, scheme)

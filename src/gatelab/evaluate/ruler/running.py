@@ -107,6 +107,7 @@ def evaluate_ruler(
 
 
 def _require_model(opened: OpenedModel, lengths: Sequence[int]) -> None:
+    opened.require_causal("generate")
     if opened.tokenizer.bos_id is None:
         raise ValueError(f"the tokenizer of {opened.name} has no BOS, with which RULER's inputs begin; give it one")
     longest = max(lengths)

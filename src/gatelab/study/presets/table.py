@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from gatelab.settings import nearest
+from gatelab.study.presets.encoders import encoder_text, encoder_vision
 from gatelab.study.presets.gates import activation, granularity, nonlinearity, positions, sparsity
 from gatelab.study.presets.kinds import attention_kinds
 from gatelab.study.presets.models import (
@@ -50,6 +51,8 @@ PRESETS: dict[str, Preset] = {
     "open/quantisation": quantisation,
     "open/attention_kinds": attention_kinds,
     "open/why": why,
+    "open/encoder_text": encoder_text,
+    "open/encoder_vision": encoder_vision,
 }
 
 LEFT_OUT: dict[str, str] = {
