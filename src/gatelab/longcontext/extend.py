@@ -22,11 +22,12 @@ from gatelab.train.loop import train
 from gatelab.train.optimizer import build_optimizer
 from gatelab.train.run_folder import RunFolder
 from gatelab.train.settings import RunSettings
-from gatelab.train.start import require_start, save_start, start_checksum, weights_checksum
+from gatelab.train.start import keep_start, weights_checksum
+from gatelab.train.training_on import started_from, training_on
 from gatelab.train.watch import Watch
 
 START = "start"
-DEFAULT_SHARE = 0.1
+DEFAULT_SHARE = 0.1  # of the run's own tokens
 BEFORE = "before"
 
 
@@ -153,8 +154,8 @@ def extend(
     if extension.yarn is not None:
         _write_run(base, changed, settings, folder)
     else:
-        settings = _with_start(settings, folder / START)
-        _keep_start(folder / START, changed)
+        settings = started_from(settings, folder / START)
+        keep_start(folder / START, changed)
         train(settings, folder, cache, watch)
     return Extended(base, settings, extension, texts, _models(base, extension, folder))
 
@@ -168,29 +169,20 @@ def _trained_on(settings: RunSettings, extension: Extension, words: Sequence[str
     num_tokens = extension.train_tokens or round(DEFAULT_SHARE * own)
     data = settings.to_mapping()
     data["data"]["context"] = extension.context
-    changes, optimizer = data["train"], data["train"]["optimizer"]
-    share = changes["schedule"]["final_fraction"] or DEFAULT_SHARE
-    for rate in ("learning_rate", "gate_learning_rate"):
-        optimizer[rate] = None if optimizer[rate] is None else optimizer[rate] * share
-    changes["schedule"] = {"kind": "cosine", "warmup_steps": 0, "decay_steps": 0, "final_fraction": DEFAULT_SHARE}
-    changes["checkpoint"]["resume"] = "auto"
-    changes |= {
-        "steps": num_tokens,
-        "sequences_per_step": max(1, settings.tokens_per_step // extension.context),
-        "accumulation": 1,
-        "seed": changes["seed"] + 1,
-    }
-    tokens_per_step = RunSettings.parse(data).with_overrides(words).tokens_per_step
+    batch = {"sequences_per_step": max(1, settings.tokens_per_step // extension.context), "accumulation": 1}
+
+    def run_of(steps: int) -> RunSettings:
+        changes = training_on(settings.train, steps).to_mapping() | batch
+        return RunSettings.parse(data | {"train": changes}).with_overrides(words)
+
+    tokens_per_step = run_of(num_tokens).tokens_per_step
     steps = num_tokens // tokens_per_step
     if steps < 1:
         raise ValueError(
             f"--train-tokens {num_tokens} is less than one step of {tokens_per_step} tokens; give more, or a smaller "
             "train.sequences_per_step"
         )
-    changes["steps"], changes["schedule"]["warmup_steps"] = steps, steps // 10
-    every = max(1, steps // 10)
-    changes["evaluation"] |= {"every": every, "measure_every": every}
-    return RunSettings.parse(data).with_overrides(words)
+    return run_of(steps)
 
 
 def _read_texts(base: BaseRun, extension: Extension, cache: Path) -> Texts:
@@ -198,20 +190,6 @@ def _read_texts(base: BaseRun, extension: Extension, cache: Path) -> Texts:
     prepared = prepare(base.settings.data, cache)
     tokens = next(iter(prepared.heldout.values()))
     return held_out_texts(tokens, prepared.tokenizer.bos_id, extension.context, extension.texts)
-
-
-def _with_start(settings: RunSettings, start: Path) -> RunSettings:
-    return settings.model_copy(update={"train": settings.train.model_copy(update={"start_from": str(start)})})
-
-
-def _keep_start(start: Path, decoder: Decoder) -> None:
-    """Save the weights to train on from, or make sure that these are there."""
-    if not start.exists():
-        save_start(start, decoder)
-        return
-    require_start(start, decoder.settings)
-    if start_checksum(start) != weights_checksum(decoder.state_dict()):
-        raise ValueError(f"{start} holds other weights than the run's; choose another folder for this extension")
 
 
 def _write_run(base: BaseRun, decoder: Decoder, settings: RunSettings, folder: Path) -> None:

@@ -12,16 +12,17 @@ from gatelab.data.chat_template import TEMPLATE_FILE, token_of, tokenizer_config
 from gatelab.data.chat_windows import prepare_chats
 from gatelab.data.settings import ChatSettings
 from gatelab.files import require_folder, write_atomically
-from gatelab.study.gate_adding import BEFORE, Base, examine, keep_start, open_base
+from gatelab.study.gate_adding import BEFORE, Base, examine, open_base
 from gatelab.study.runner import ArmRun, read_arm
 from gatelab.train.loop import train
 from gatelab.train.run_folder import RunFolder
 from gatelab.train.settings import RunSettings
 from gatelab.train.source import open_source
+from gatelab.train.start import keep_start
+from gatelab.train.training_on import started_from, training_on
 from gatelab.train.watch import Watch
 
 START_WEIGHTS = "start"
-DEFAULT_SHARE = 0.1
 MOST_STEPS = 1_000_000_000  # until the windows are counted
 
 
@@ -37,10 +38,10 @@ class FineTuned(NamedTuple):
 def fine_tuning(name: str, base: Base, chats: Path, epochs: float, words: Sequence[str] = ()) -> RunSettings:
     """The settings of the run, not yet with the weights that it starts from.
 
-    It has the model's tokenizer and the chat template beside it (a plain one where there is none), and trains from the
-    rate at which a cosine of the model's own run ends, through a warm-up of a tenth, to a tenth of it. ``words`` are
-    assignments to ``data.*`` and ``train.*``, applied last. Raises ``ValueError``, before any training, for a model
-    without a tokenizer, a word that changes the model, the start or the steps, and as :func:`prepare_chats` does.
+    It has the model's tokenizer and the chat template beside it (a plain one where there is none), and trains as
+    :func:`training_on` has it. ``words`` are assignments to ``data.*`` and ``train.*``, applied last. Raises
+    ``ValueError``, before any training, for a model without a tokenizer, a word that changes the model, the start or
+    the steps, and as :func:`prepare_chats` does.
     """
     for word in words:
         if not word.startswith(("data.", "train.")) or word.startswith(("train.start_from", "train.steps")):
@@ -55,20 +56,14 @@ def fine_tuning(name: str, base: Base, chats: Path, epochs: float, words: Sequen
     data = settings.to_mapping()
     data["data"] = {**_beside(Path(name), settings), "context": settings.data.context, "document_masks": True}
     data["data"]["chats"]["path"] = str(chats)
-    changes, optimizer = data["train"], data["train"]["optimizer"]
-    share = changes["schedule"]["final_fraction"] or DEFAULT_SHARE
-    for rate in ("learning_rate", "gate_learning_rate"):
-        optimizer[rate] = None if optimizer[rate] is None else optimizer[rate] * share
-    changes["schedule"] = {"kind": "cosine", "warmup_steps": 0, "decay_steps": 0, "final_fraction": DEFAULT_SHARE}
-    changes["checkpoint"]["resume"] = "auto"
-    changes |= {"steps": MOST_STEPS, "seed": changes["seed"] + 1, "start_from": None}
-    endless = RunSettings.parse(data).with_overrides(words)
+
+    def run_of(steps: int) -> RunSettings:
+        changes = training_on(settings.train, steps).to_mapping()
+        return RunSettings.parse(data | {"train": changes}).with_overrides(words)
+
+    endless = run_of(MOST_STEPS)
     num_windows = len(prepare_chats(endless.data).train)
-    steps = math.ceil(epochs * num_windows / endless.train.sequences_per_step)
-    changes["steps"], changes["schedule"]["warmup_steps"] = steps, steps // 10
-    every = max(1, steps // 10)
-    changes["evaluation"] |= {"every": every, "measure_every": every}
-    return RunSettings.parse(data).with_overrides(words)
+    return run_of(math.ceil(epochs * num_windows / endless.train.sequences_per_step))
 
 
 def fine_tune(
@@ -93,7 +88,7 @@ def fine_tune(
     base = open_base(name)
     settings = fine_tuning(name, base, chats, epochs, words)
     start = folder / START_WEIGHTS
-    settings = settings.model_copy(update={"train": settings.train.model_copy(update={"start_from": str(start)})})
+    settings = started_from(settings, start)
     RunFolder(folder).require_same_settings(settings)
     keep_start(start, base.decoder)
     train(settings, folder, cache, watch)

@@ -22,7 +22,8 @@ from gatelab.train.parallel.process import cpu_threads, deterministic_kernels
 from gatelab.train.run_folder import RunFolder
 from gatelab.train.settings import RunSettings
 from gatelab.train.source import Source, open_source
-from gatelab.train.start import require_start, save_start, start_checksum, weights_checksum
+from gatelab.train.start import keep_start
+from gatelab.train.training_on import started_from, training_on
 from gatelab.train.watch import Watch
 
 WITHOUT, WITH = "without_gate", "with_gate"
@@ -70,7 +71,7 @@ def open_base(name: str) -> Base:
 
 
 def continuation(settings: RunSettings, steps: int, gate_rate_scale: float, words: Sequence[str] = ()) -> RunSettings:
-    """Settings for training on: as before, from the rate at which a cosine ends, on batches in another order.
+    """Settings as :func:`training_on` has them.
 
     Gates have ``gate_rate_scale`` times the others' learning rate and no weight decay. ``words`` are assignments such
     as ``train.sequences_per_step=8``, applied last. Raises ``ValueError`` for one that changes the model or the start.
@@ -80,14 +81,9 @@ def continuation(settings: RunSettings, steps: int, gate_rate_scale: float, word
             raise ValueError(f"{word!r} would change what the gate is added to; only data.* and train.* can be set")
     if steps < 1 or gate_rate_scale <= 0:
         raise ValueError(f"steps={steps} with gate_rate_scale={gate_rate_scale:g} trains nothing; both are above 0")
-    data = settings.to_mapping()
-    train_settings, optimizer = data["train"], data["train"]["optimizer"]
-    rate = optimizer["learning_rate"] * (train_settings["schedule"]["final_fraction"] or 0.1)
-    optimizer |= {"learning_rate": rate, "gate_learning_rate": gate_rate_scale * rate, "gate_weight_decay": 0.0}
-    train_settings["schedule"] |= {"kind": "cosine", "warmup_steps": steps // 10, "decay_steps": 0}
-    every = max(1, steps // 10)
-    train_settings["evaluation"] |= {"every": every, "measure_every": every}
-    train_settings |= {"steps": steps, "seed": train_settings["seed"] + 1}
+    data = settings.to_mapping() | {"train": training_on(settings.train, steps).to_mapping()}
+    optimizer = data["train"]["optimizer"]
+    optimizer |= {"gate_learning_rate": gate_rate_scale * optimizer["learning_rate"], "gate_weight_decay": 0.0}
     return RunSettings.parse(data).with_overrides(words)
 
 
@@ -146,8 +142,7 @@ def add_and_train(
 
 
 def _arm(settings: RunSettings, decoder: Decoder, start: Path) -> RunSettings:
-    train_settings = settings.train.model_copy(update={"start_from": str(start)})
-    return settings.model_copy(update={"model": decoder.settings, "train": train_settings})
+    return started_from(settings.model_copy(update={"model": decoder.settings}), start)
 
 
 def _require_gates(name: str, variant: Variant) -> None:
@@ -155,16 +150,6 @@ def _require_gates(name: str, variant: Variant) -> None:
         raise ValueError(f"{name} is a control without a gate, and changes the model from its first step; name a gate")
     if not variant.gates:
         raise ValueError(f"gate {name!r} adds nothing; name a gate, such as sdpa_elementwise_identity_start")
-
-
-def keep_start(folder: Path, decoder: Decoder) -> None:
-    """Save weights to start from, or make sure that these are there."""
-    if not folder.exists():
-        save_start(folder, decoder)
-        return
-    require_start(folder, decoder.settings)
-    if start_checksum(folder) != weights_checksum(decoder.state_dict()):
-        raise ValueError(f"{folder} holds the start of another experiment; choose another folder")
 
 
 def examine(settings: RunSettings, source: Source) -> dict[str, Any]:

@@ -33,6 +33,16 @@ def save_start(folder: Path, decoder: Decoder) -> None:
         write_weights(temporary / WEIGHTS, decoder)
 
 
+def keep_start(folder: Path, decoder: Decoder) -> None:
+    """Save weights to start from, or make sure that these are there: ``ValueError`` where others are."""
+    if not folder.exists():
+        save_start(folder, decoder)
+        return
+    require_start(folder, decoder.settings)
+    if start_checksum(folder) != weights_checksum(decoder.state_dict()):
+        raise ValueError(f"{folder} holds the start of another experiment; choose another folder")
+
+
 def require_start(folder: Path, settings: ModelSettings) -> None:
     """Raise ``ValueError`` unless the folder holds weights of a model with these settings, before any work.
 
