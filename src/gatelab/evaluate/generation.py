@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -14,9 +14,11 @@ from gatelab.data.tokenizer import Tokenizer
 from gatelab.evaluate.models import OpenedModel
 from gatelab.model.cache import KVCache
 from gatelab.model.decoder import Decoder
+from gatelab.model.fused.packed_weights import packed_weights
 from gatelab.model.masks import PADDING
 
 PREFILL_CHUNK = 512
+WORTH_PACKING = 16  # new tokens from which on faster steps repay what packing the weights takes
 
 
 class Batch(NamedTuple):
@@ -104,12 +106,13 @@ def _decode(
     stops = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=batch.ids.device)
     stopped = torch.zeros(num_rows, 1, dtype=torch.bool, device=batch.ids.device)
     chosen: list[Tensor] = []
-    while True:
-        chosen.append(decoder.logits(state).argmax(dim=-1))
-        stopped |= torch.isin(chosen[-1], stops)
-        if len(chosen) == max_new_tokens or (stop_ids and bool(stopped.all())):
-            return torch.cat(chosen, dim=1)
-        state = decoder.hidden(chosen[-1], cache=cache).state
+    with packed_weights(decoder, num_rows) if max_new_tokens >= WORTH_PACKING else nullcontext():
+        while True:
+            chosen.append(decoder.logits(state).argmax(dim=-1))
+            stopped |= torch.isin(chosen[-1], stops)
+            if len(chosen) == max_new_tokens or (stop_ids and bool(stopped.all())):
+                return torch.cat(chosen, dim=1)
+            state = decoder.hidden(chosen[-1], cache=cache).state
 
 
 def _read_prompts(decoder: Decoder, batch: Batch, cache: KVCache, prefill_chunk: int) -> Float[Tensor, "B 1 D"]:
