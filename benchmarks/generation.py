@@ -36,7 +36,7 @@ from gatelab.evaluate.models import OpenedModel
 from gatelab.files import write_atomically
 from gatelab.model.decoder import Decoder
 from gatelab.model.settings import ModelSettings
-from gatelab.study.overhead import median_ratio
+from gatelab.study.overhead import MIN_ROUNDS, median_ratio
 
 NEW, LONGEST, CONTEXT = 64, 256, 512
 BATCHES = (1, 16)
@@ -164,6 +164,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "generation")
     given = parser.parse_args()
+    if given.rounds < MIN_ROUNDS:
+        parser.error(f"--rounds {given.rounds}: an interval of a median takes at least {MIN_ROUNDS}")
     torch.set_num_threads(given.threads)
     bandwidth = read_bandwidth()
     found: dict[str, Any] = {

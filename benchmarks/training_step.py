@@ -8,7 +8,7 @@ matrix products in bfloat16, compiled, AdamW, gradients clipped. GateLab keeps f
 the fastest way, and with "float32 weights" as ours. FLOPs are those of the matrices and of visible keys, three forward
 passes a step, for a gated decoder of the shape; the limit is the best bfloat16 product of size 2,048 cubed in the same
 rounds. ``--peers`` is the folder that ``peers.py`` makes; without it only what is installed takes part. Writes
-``training_step.json`` and a page.
+``training_step.json`` and a page after each shape, where shapes that were run before stay.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from gatelab.files import write_atomically
 from gatelab.model.accounting import count_parameters, flops_per_token_training
 from gatelab.report.page import write_page
 from gatelab.report.tables import to_terminal
+from gatelab.study.overhead import MIN_ROUNDS
 
 HEADS = {"vocab_size": 4096, "num_layers": 8, "num_heads": 6, "num_kv_heads": 2}
 SHAPES: dict[str, dict[str, int]] = {
@@ -40,6 +41,7 @@ SHAPES: dict[str, dict[str, int]] = {
     | {"feedforward_width": 2048, "context": 1024, "sequences": 4},
 }
 GATE = "gate=sdpa_elementwise"
+RESULTS = "training_step.json"
 OURS, BASELINE = "GateLab, gated", "transformers Qwen3-Next, gated"
 
 
@@ -104,19 +106,31 @@ def main() -> None:
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/training_step"))
     given = parser.parse_args()
-    rows = [row for name in given.shapes for row in rows_of(name, given)]
-    found = {
+    if given.rounds < MIN_ROUNDS:
+        parser.error(f"--rounds {given.rounds}: an interval of a median takes at least {MIN_ROUNDS}")
+    given.out.mkdir(parents=True, exist_ok=True)
+    conditions = {
         "machine": machine(given.threads, given.allocator),
-        "shapes": {name: SHAPES[name] for name in given.shapes},
         "rounds": given.rounds,
         "compiled": not given.eager,
-        "rows": rows,
     }
-    given.out.mkdir(parents=True, exist_ok=True)
-    write_atomically(given.out / "training_step.json", json.dumps(found, indent=1) + "\n")
-    Console().print(to_terminal(table_of(rows)))
     command = f"python benchmarks/training_step.py --rounds {given.rounds} --threads {given.threads}"
-    write_page(training_step_page(found, command), given.out / "report.html")
+    rows = kept_rows(given.out / RESULTS, conditions)
+    for name in given.shapes:
+        rows = [row for row in rows if row["shape"] != name] + rows_of(name, given)
+        shapes = {name: shape for name, shape in SHAPES.items() if any(row["shape"] == name for row in rows)}
+        found = conditions | {"shapes": shapes, "rows": sorted(rows, key=lambda row: list(SHAPES).index(row["shape"]))}
+        write_atomically(given.out / RESULTS, json.dumps(found, indent=1) + "\n")
+        write_page(training_step_page(found, command), given.out / "report.html")
+    Console().print(to_terminal(table_of(rows)))
+
+
+def kept_rows(file: Path, conditions: dict[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an earlier run under the same conditions: ratios are within a shape, so shapes may be run apart."""
+    if not file.exists():
+        return []
+    found = json.loads(file.read_text(encoding="utf-8"))
+    return found["rows"] if all(found[name] == value for name, value in conditions.items()) else []
 
 
 if __name__ == "__main__":
