@@ -115,6 +115,8 @@ def main() -> None:
         "compiled": not given.eager,
     }
     command = f"python benchmarks/training_step.py --rounds {given.rounds} --threads {given.threads}"
+    command += " --peers FOLDER" if given.peers else ""
+    command += f" --allocator {Path(given.allocator).name}" if given.allocator else ""
     rows = kept_rows(given.out / RESULTS, conditions)
     for name in given.shapes:
         rows = [row for row in rows if row["shape"] != name] + rows_of(name, given)
