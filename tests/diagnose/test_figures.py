@@ -298,7 +298,7 @@ def test_delimiters_alone_give_the_figures_of_maps_and_no_more() -> None:
     few, all_figures = record(call, full=False), record(call)
     assert all(few[place] == all_figures[place] for place in few)
     more = {metric for metric, _ in all_figures.keys() - few.keys()}
-    assert {"effective_sink", "output_effective_rank"} <= more and not more & {"attention_entropy", "top_key"}
+    assert {"effective_sink", "vo_effective_rank"} <= more and not more & {"attention_distance", "top_key"}
     assert any(metric.startswith("delimiter_attention[") for metric, _ in few)
 
 
