@@ -32,17 +32,24 @@ def packed_weights(decoder: Decoder, num_rows: int) -> Iterator[None]:
     if not can_pack(decoder.model.embed_tokens.weight.device, dtype):
         yield
         return
-    projections = [module for module in decoder.modules() if isinstance(module, Linear)]
-    for projection in projections:
-        projection.forward = _packed(projection.weight, projection.bias, dtype, num_rows, projection.forward)
+    products = {
+        module: _packed(module.weight, module.bias, dtype, num_rows, module.forward)
+        for module in decoder.modules()
+        if isinstance(module, Linear)
+    }
+    head = None
     if decoder.lm_head is None:
-        decoder.logits = _packed(decoder.model.embed_tokens.weight, None, dtype, num_rows, decoder.logits)
+        head = _packed(decoder.model.embed_tokens.weight, None, dtype, num_rows, decoder.logits)
     try:
+        for projection, product in products.items():
+            projection.forward = product
+        if head is not None:
+            decoder.logits = head
         yield
     finally:
-        for projection in projections:
+        for projection in products:
             del projection.forward
-        if decoder.lm_head is None:
+        if head is not None:
             del decoder.logits
 
 
