@@ -246,6 +246,11 @@ class DataSettings(Settings):
         return 0 if self.masking is None else 2
 
     @property
+    def text_context(self) -> int:
+        """Tokens of the text in a window: all, or those between [CLS] and [SEP]."""
+        return self.context if self.masking is None else self.context - 2
+
+    @property
     def vocab_size_needed(self) -> int:
         """The least vocabulary of a model, as far as the settings tell: classes for images, else ids of tokens."""
         if self.images is not None:

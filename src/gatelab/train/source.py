@@ -164,7 +164,7 @@ def _heldout_text(settings: RunSettings, tokenizer: Tokenizer, tokens: TokenShar
     if data.masking is not None:
         ids = Vocabulary.of(tokenizer, settings.model.vocab_size)
         batches = partial(masked_heldout_batches, tokens, data.masking, ids, context=data.context, sequences=sequences)
-        num_windows = len(tokens) // (data.context - 2)
+        num_windows = len(tokens) // data.text_context
         return HeldoutDomain(batches, num_windows, tokens.document_text_bytes, whole_text=False)
     bos_id = tokenizer.bos_id if data.bos_in_every_window else None
     batches = partial(
@@ -184,7 +184,7 @@ def _training_loader(settings: RunSettings, prepared: PreparedData) -> TrainLoad
     loaders = {
         label: TrainLoader(
             tokens,
-            context=data.context - data.num_special_ids,
+            context=data.text_context,
             sequences_per_step=train.sequences_per_step,
             seed=train.seed,
             bos_id=prepared.tokenizer.bos_id if data.bos_in_every_window else None,

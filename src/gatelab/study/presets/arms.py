@@ -57,13 +57,10 @@ def other_bos(run: RunSettings) -> dict[str, tuple[str, ...]]:
     return {f"bos_{'off' if has_bos else 'on'}": (f"data.bos_in_every_window={not has_bos}",)}
 
 
-def require_text(run: RunSettings, preset: str, varied: str, scale: Scale) -> None:
-    """Raise ``ValueError`` for a scale whose data is a synthetic task, which has not what a preset varies."""
+def require_text(run: RunSettings, preset: str, deed: str, scale: Scale) -> None:
+    """Raise ``ValueError`` for a scale whose data is a synthetic task; ``deed`` is what the preset does to a text."""
     if run.data.synthetic is not None:
-        raise ValueError(
-            f"preset {preset} varies {varied} of a text, and scale {scale.name} is a synthetic task; "
-            "choose a larger scale"
-        )
+        raise ValueError(f"preset {preset} {deed}, and scale {scale.name} is a synthetic task; choose a larger scale")
 
 
 def ungated(paper: str | None = None) -> Arm:

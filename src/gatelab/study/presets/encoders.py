@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from gatelab.data.settings import ImageSettings
-from gatelab.study.presets.arms import compose, gated, run_of, ungated
+from gatelab.study.presets.arms import compose, gated, require_text, run_of, ungated
 from gatelab.study.scales import Scale
 from gatelab.study.study import HELDOUT_ERROR, Study
 
@@ -18,11 +18,7 @@ def encoder_text(scale: Scale) -> Study:
     Attention to the first token is that to [CLS]; attention to all [SEP] of a window is measured beside it.
     """
     run = run_of(scale, "dense")
-    if run.data.synthetic is not None:
-        raise ValueError(
-            f"preset open/encoder_text hides tokens of a text, and scale {scale.name} is a synthetic task; choose a "
-            "larger scale"
-        )
+    require_text(run, "open/encoder_text", "hides tokens of a text", scale)
     vocab_size = max(run.model.vocab_size, run.data.tokenizer.vocab_size + 2)
     words = (
         "model.causal=False",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gatelab.study.presets.arms import UNGATED, compose, gated, run_of, ungated
+from gatelab.study.presets.arms import UNGATED, compose, gated, require_text, run_of, ungated
 from gatelab.study.scales import Scale
 from gatelab.study.study import RATE, Arm, Study
 from gatelab.train.checkpoint import path_of_step
@@ -23,11 +23,7 @@ def sft(scale: Scale) -> Study:
     ``data.chats.path=`` says otherwise.
     """
     run = run_of(scale, "variants")
-    if run.data.synthetic is not None:
-        raise ValueError(
-            f"preset open/sft fine-tunes models of text, and scale {scale.name} is a synthetic task; choose a larger "
-            "scale"
-        )
+    require_text(run, "open/sft", "fine-tunes models of text", scale)
     steps = run.train.steps // _SHARE
     words = (
         f"data.chats={{path: {CHATS}}}",

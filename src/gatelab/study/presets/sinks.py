@@ -26,7 +26,7 @@ _RIVALS = [rival(name) for name in RIVALS if name != "none"]
 def sinks(scale: Scale) -> Study:
     """Levers on the ungated decoder, one at a time, and those that should raise a sink all together."""
     run = run_of(scale, "dense")
-    require_text(run, "paper/sinks", "BOS and context", scale)
+    require_text(run, "paper/sinks", "varies BOS and context of a text", scale)
     model, context, sequences = run.model, run.data.context, run.train.sequences_per_step
     has_bos = run.data.bos_in_every_window
     high_rate = f"{RATE}={3 * run.train.optimizer.learning_rate:.6g}"

@@ -29,7 +29,7 @@ def why(scale: Scale) -> Study:
     whether it moves the difference between them.
     """
     run = run_of(scale, "variants")
-    require_text(run, "open/why", "BOS", scale)
+    require_text(run, "open/why", "varies BOS of a text", scale)
     rows = {gate: row for gate, row in {**TABLE_3, **TABLE_4}.items() if gate not in _ELSEWHERE}
     arms = [ungated("T4 r1"), *(gated(gate, row) for gate, row in rows.items()), gated("sdpa_identity")]
     interactions = []
