@@ -40,7 +40,7 @@ def matched(settings: ModelSettings, match: Match) -> ModelSettings:
             f"match={match} would leave a feed-forward of width {float(exact):.0f} from {width}: the gates hold more "
             "parameters than it; use match=none or a wider feed-forward"
         )
-    changes: dict[str, object] = {"drawn_feedforward_width": width}
+    changes: dict[str, object] = {"drawn_feedforward_width": max(width, settings.drawn_feedforward_width or 0)}
     if mixture is None:
         changes["feedforward_width"] = narrowed
     else:

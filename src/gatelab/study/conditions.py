@@ -47,7 +47,7 @@ class Conditions(NamedTuple):
 
     def declares(self, paths: tuple[str, ...]) -> bool:
         """Whether the arm differs from the baseline in one of these settings."""
-        return any(path.startswith(paths) for path in self.differences)
+        return _declares(self.differences, paths)
 
     @classmethod
     def from_mapping(cls, data: Mapping[str, Any]) -> Conditions:
@@ -66,28 +66,43 @@ def check_conditions(study: Study, cache: Path) -> list[Conditions]:
     """
     baseline = study.arm(study.baseline)
     differences = {arm.name: _declared_differences(study, arm, baseline) for arm in study.arms}
-    sizes = _common_sizes([study.settings_of(arm).model for arm in study.arms])
-    num_common = sum(math.prod(size) for size in sizes.values())
+    num_common, weights = common_weights(study)
+    _require_equal("initial weights", weights, study.baseline, differences, DECIDES_WEIGHTS)
     reader = _Reader(cache)
-    found = []
-    for arm in study.arms:
-        by_seed = {seed: study.settings_of(arm, seed) for seed in study.seeds}
-        weights = {seed: _weights_digest(run.model, seed, sizes) for seed, run in by_seed.items()}
-        read = {seed: reader.read(run) for seed, run in by_seed.items()}
-        batches, fingerprint = {seed: one.batches for seed, one in read.items()}, read[study.seeds[0]].fingerprint
-        found.append(Conditions(arm.name, differences[arm.name], num_common, weights, batches, fingerprint))
-    base = next(one for one in found if one.arm == study.baseline)
-    for one in found:
-        for what, own, others, paths in (
-            ("initial weights", one.weights, base.weights, DECIDES_WEIGHTS),
-            ("training batches", one.batches, base.batches, DECIDES_BATCHES),
-        ):
-            if own != others and not one.declares(paths):
-                raise ValueError(
-                    f"arm {one.arm} has other {what} than {study.baseline}, which it does not declare; assign one of "
-                    f"{', '.join(paths)} if it is meant to, or compare on another version of GateLab"
-                )
-    return found
+    read = {arm.name: {seed: reader.read(study.settings_of(arm, seed)) for seed in study.seeds} for arm in study.arms}
+    batches = {name: {seed: one.batches for seed, one in of_arm.items()} for name, of_arm in read.items()}
+    _require_equal("training batches", batches, study.baseline, differences, DECIDES_BATCHES)
+    first = study.seeds[0]
+    return [
+        Conditions(name, differences[name], num_common, weights[name], batches[name], of_arm[first].fingerprint)
+        for name, of_arm in read.items()
+    ]
+
+
+def common_weights(study: Study) -> tuple[int, dict[str, dict[int, str]]]:
+    """How many initial weights all arms have in common, and their SHA-256 by arm and seed."""
+    sizes = _common_sizes([study.settings_of(arm).model for arm in study.arms])
+    digests = {
+        arm.name: {seed: _weights_digest(study.settings_of(arm).model, seed, sizes) for seed in study.seeds}
+        for arm in study.arms
+    }
+    return sum(math.prod(size) for size in sizes.values()), digests
+
+
+def _require_equal(
+    what: str,
+    digests: Mapping[str, dict[int, str]],
+    baseline: str,
+    differences: Mapping[str, dict[str, list[Any]]],
+    deciding: tuple[str, ...],
+) -> None:
+    """Raise ``ValueError`` for an arm with other digests than the baseline that declares none of ``deciding``."""
+    for arm, own in digests.items():
+        if own != digests[baseline] and not _declares(differences[arm], deciding):
+            raise ValueError(
+                f"arm {arm} has other {what} than {baseline}, which it does not declare; assign one of "
+                f"{', '.join(deciding)} if it is meant to, or compare on another version of GateLab"
+            )
 
 
 def conditions_table(study: Study, conditions: Iterable[Conditions]) -> Table:
@@ -118,6 +133,10 @@ def conditions_table(study: Study, conditions: Iterable[Conditions]) -> Table:
         f"weights {seeds}; batches {orders}."
     )
     return Table(columns, rows, caption)
+
+
+def _declares(differences: Iterable[str], paths: tuple[str, ...]) -> bool:
+    return any(path.startswith(paths) for path in differences)
 
 
 def _declared_differences(study: Study, arm: Arm, baseline: Arm) -> dict[str, list[Any]]:

@@ -19,9 +19,10 @@ _LARGEST_MULTIPLE = 32
 def attention_kinds(scale: Scale) -> Study:
     """Grouped queries, heads with keys of their own, one key head, and latents; each ungated and with two gates.
 
-    Every arm has the parameters of ungated grouped queries: the feed-forward pays for attention and gate. The latents
-    have the proportions of DeepSeek-V2-Lite (arXiv 2405.04434): D/4 channels, C unrotated and C/2 rotated ones of a
-    query, values of C; in the place of q/k norm they have their own.
+    Every arm has the parameters of ungated grouped queries: the feed-forward pays for attention and gate, and all are
+    cut from the draw of the widest, so that they start alike. The latents have the proportions of DeepSeek-V2-Lite
+    (arXiv 2405.04434): D/4 channels, C unrotated and C/2 rotated ones of a query, values of C; in the place of q/k norm
+    they have their own.
     """
     model = run_of(scale, "dense").model
     finer = (f"model.matching_multiple={_LARGEST_MULTIPLE}",) if model.matching_multiple > _LARGEST_MULTIPLE else ()
@@ -31,16 +32,18 @@ def attention_kinds(scale: Scale) -> Study:
         "multi_query": ("model.num_kv_heads=1",),
         "latent": _latent(model),
     }
+    widths = {kind: _paid_width(scale, finer, words) for kind, words in kinds.items()}
     arms = []
     for kind, words in kinds.items():
-        words = (*words, *_paid(scale, finer, words))
+        words = (*words, f"model.feedforward_width={widths[kind]}") if words else ()
         arms.append(Arm(name=kind, assignments=words))
         arms += [
             Arm(name=f"{kind}_{name}", assignments=(*words, f"gate={gate}", "match=parameters"))
             for name, gate in _GATES.items()
         ]
     question = "Does a gate gain as much with multi-head, multi-query and latent attention as with grouped queries?"
-    return compose(scale, "dense", "attention_kinds", question, arms, assignments=finer)
+    common = (*finer, f"model.drawn_feedforward_width={max(widths.values())}")
+    return compose(scale, "dense", "attention_kinds", question, arms, assignments=common)
 
 
 def _latent(model: ModelSettings) -> tuple[str, ...]:
@@ -52,13 +55,13 @@ def _latent(model: ModelSettings) -> tuple[str, ...]:
     return (*words, "model.qk_norm=False") if model.qk_norm else words
 
 
-def _paid(scale: Scale, common: tuple[str, ...], words: tuple[str, ...]) -> tuple[str, ...]:
-    """The word for the width of feed-forward with which a kind of attention has the baseline's parameters, rounded up
-    to the multiple that matching has."""
-    if not words:
-        return ()
+def _paid_width(scale: Scale, common: tuple[str, ...], words: tuple[str, ...]) -> int:
+    """The width of feed-forward with which a kind of attention has the baseline's parameters, rounded up to the
+    multiple that matching has; the baseline's own stays as it is."""
     recipe, common = scale.shapes["dense"].recipe, (*words_of(scale, "dense"), *common)
     baseline, model = (resolve(recipe, (*common, *own)).model for own in ((), words))
     surplus = count_parameters(model).total - count_parameters(baseline).total
+    if surplus == 0:
+        return model.feedforward_width
     exact = model.feedforward_width - surplus / (3 * model.width * model.num_layers)
-    return (f"model.feedforward_width={ceil(exact / model.matching_multiple) * model.matching_multiple}",)
+    return ceil(exact / model.matching_multiple) * model.matching_multiple
