@@ -81,7 +81,7 @@ def test_all_arms_start_from_the_same_weights(preset: str) -> None:
     study = study_of(preset, "mechanism" if preset == "mechanism" else "micro").model_copy(update={"seeds": (0,)})
     num_common, digests = common_weights(study)
     different = [name for name, digest in digests.items() if digest != digests[study.baseline]]
-    assert num_common > 100_000
+    assert num_common > 50_000
     assert all("init_std" in "".join(study.arm(name).assignments) for name in different), different
 
 
