@@ -21,8 +21,10 @@ import gatelab
 from gatelab.data.chat_template import TEMPLATE_FILE, ChatTemplate
 from gatelab.data.tokenizer import Tokenizer
 from gatelab.files import parse_json, require_folder, write_atomically
+from gatelab.model.attention import fused_attention
 from gatelab.settings import difference
 from gatelab.train.checkpoint import checkpoints
+from gatelab.train.parallel.compilation import attention_kernel
 from gatelab.train.parallel.mesh import CPU
 from gatelab.train.settings import RunSettings
 
@@ -36,7 +38,7 @@ CHANGEABLE = (
     "train.max_nonfinite",
     "data.num_processes",
 )
-DECIDES_BITS = ("torch", "instruction_set", "device", "threads", "compiled")
+DECIDES_BITS = ("torch", "instruction_set", "device", "threads", "compiled", "tiled_attention")
 STUDY_FILE = "study.yaml"
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES, errno.EPERM)
 SHAPES: dict[str, dict[str, type]] = {
@@ -234,6 +236,7 @@ def describe_environment(compiled: bool, device: torch.device = CPU) -> dict[str
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else device.type,
         "threads": torch.get_num_threads(),
         "compiled": compiled,
+        "tiled_attention": compiled and device.type == "cpu" and attention_kernel() is not fused_attention,
         "system": platform.platform(terse=True),
     }
 

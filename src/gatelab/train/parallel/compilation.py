@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 import sysconfig
+import warnings
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from gatelab.model.attention import GatedAttention
+from gatelab.model.attention import AttentionKernel, GatedAttention, fused_attention
 from gatelab.model.decoder import Decoder
-from gatelab.model.fused.blocked_attention import blocked_attention
+from gatelab.model.fused.tiled_attention import SOURCE, tiled_attention
+from gatelab.train.parallel.native import build_library, cpp_compiler
 
 
 def recompute_layers(decoder: Decoder) -> None:
@@ -35,14 +36,28 @@ def compile_layers(decoder: Decoder) -> None:
     """Compile each layer by itself: all layers of a kind share one graph, so a deep model costs one compilation.
 
     What was compiled before in this process is forgotten, because PyTorch keeps eight graphs of one function and would
-    run the ninth decoder of a study uncompiled. Where :func:`blocked_attention` wins, it computes attention.
+    run the ninth decoder of a study uncompiled. Attention is computed by :func:`attention_kernel`.
     """
     torch.compiler.reset()
     for attention in decoder.modules():
         if isinstance(attention, GatedAttention):
-            attention.kernel = blocked_attention
+            attention.kernel = attention_kernel()
     for layer in decoder.model.layers:
         layer.compile(dynamic=False)
+
+
+@cache
+def attention_kernel() -> AttentionKernel:
+    """Tiles in bfloat16 where the processor multiplies bfloat16, PyTorch's own kernel elsewhere; built on first use."""
+    if torch.backends.cpu.get_cpu_capability() != "AVX512":
+        return fused_attention
+    try:
+        return tiled_attention(build_library(SOURCE)) or fused_attention
+    except (OSError, RuntimeError) as error:
+        warnings.warn(
+            f"attention is left to PyTorch's slower kernel, as GateLab's can't be built: {error}", stacklevel=2
+        )
+        return fused_attention
 
 
 def compile_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -52,5 +67,4 @@ def compile_loss(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def has_cpp_compiler() -> bool:
     """Whether torch.compile finds what it needs on a CPU: its C++ compiler, and Python's headers."""
-    compiler = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-    return shutil.which(compiler) is not None and Path(sysconfig.get_path("include"), "Python.h").exists()
+    return shutil.which(cpp_compiler()) is not None and Path(sysconfig.get_path("include"), "Python.h").exists()
