@@ -6,6 +6,7 @@
 // "paired": element (r, c) lies at (r / 2, c, r % 2), as the processor reads them. Probabilities and gradients of
 // logits are rounded where they enter a product, and results once at the end; nothing else is.
 
+#include <ATen/Context.h>
 #include <ATen/Parallel.h>
 #include <ATen/native/CPUBlas.h>
 
@@ -308,8 +309,14 @@ void run_all(const Sizes& sizes, const Arguments&... arguments) {
 
 }  // namespace
 
-// Whether this processor multiplies bfloat16 in the way that the rest needs.
-extern "C" int is_supported() { return at::native::cpublas::could_pack(at::kBFloat16); }
+// Whether the processor that this was built for multiplies bfloat16, and PyTorch may use it.
+extern "C" int is_supported() {
+#ifdef __AVX512BF16__
+  return at::globalContext().userEnabledMkldnn();
+#else
+  return 0;
+#endif
+}
 
 // ``output`` (B T H Cv) and ``normalizer`` (B H T), the binary logarithm of each query's sum, are filled.
 extern "C" void forward(const Sizes* sizes, const View* query, const View* key, const View* value, Bits* output,
