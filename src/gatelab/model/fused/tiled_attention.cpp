@@ -74,10 +74,11 @@ void multiply(int64_t rows, int64_t columns, int64_t inner, const Bits* left, in
 
 // Rows of a (rows x columns) matrix paired; an odd last one is paired with zeros.
 void pair_rows(const Bits* in, int64_t stride, int64_t rows, int64_t columns, Bits* out) {
+  auto* pairs = reinterpret_cast<uint32_t*>(out);
   for (int64_t r = 0; r < rows; r += 2) {
+    const Bits *one = in + r * stride, *two = one + stride;
     for (int64_t c = 0; c < columns; c++) {
-      out[r * columns + 2 * c] = in[r * stride + c];
-      out[r * columns + 2 * c + 1] = r + 1 < rows ? in[(r + 1) * stride + c] : Bits(0);
+      pairs[r / 2 * columns + c] = one[c] | (r + 1 < rows ? static_cast<uint32_t>(two[c]) << 16 : 0);
     }
   }
 }
