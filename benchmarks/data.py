@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any
 
 from data_page import data_page, memory_table, speed_table
-from goals import goal, goals_table
+from goals import goal, goals_text
 from rich.console import Console
 from side_by_side import Contender, machine, measure, median, ratios
 from training_step import GATE, SHAPES
@@ -173,8 +173,9 @@ def main() -> None:
     given.out.mkdir(parents=True, exist_ok=True)
     write_atomically(given.out / "data.json", json.dumps(found, indent=1) + "\n")
     write_page(data_page(found, command), given.out / "report.html")
-    for table in (speed_table(found), memory_table(found), goals_table(found["goals"])):
+    for table in (speed_table(found), memory_table(found)):
         console.print(to_terminal(table))
+    console.print(goals_text(found["goals"], "\n"), markup=False)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from statistics import median
 from typing import Any
 
-from goals import goals_table, interval_text
+from goals import goals_table, goals_text, interval_text
 
 from gatelab.report.charts import Reference, dot_interval_chart, line_chart
 from gatelab.report.page import Figure, Page, Section
@@ -80,10 +80,9 @@ def data_page(found: Mapping[str, Any], command: str) -> Page:
             "One process for each point.",
         ),
     ]
-    lead = "; ".join(f"{row['name']}: {interval_text(row, '.3g')} ({row['outcome']})" for row in found["goals"])
     return Page(
         title="What a run's data costs",
-        lead=lead,
+        lead=goals_text(found["goals"], "; "),
         command=command,
         sections=[
             Section("Goals", "", [goals_table(found["goals"])]),

@@ -35,6 +35,11 @@ def goals_table(goals: Sequence[Mapping[str, Any]]) -> Table:
     return Table(columns, rows, "Medians with 95 % intervals; open where the interval holds the bound.")
 
 
+def goals_text(goals: Sequence[Mapping[str, Any]], separator: str) -> str:
+    """What was found for each goal and whether that meets it, as text."""
+    return separator.join(f"{row['name']}: {interval_text(row, '.3g')} ({row['outcome']})" for row in goals)
+
+
 def interval_text(found: Mapping[str, float], spec: str) -> str:
     """A value and its interval, or the value alone where it was measured once."""
     value, low, high = (format(found[name], spec) for name in ("value", "low", "high"))

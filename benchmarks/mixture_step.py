@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from contenders.gatelab_decoder import run_settings
-from goals import goal, goals_table
+from goals import goal, goals_text
 from mixture_step_page import mixture_step_page, table_of
 from rich.console import Console
 from side_by_side import Contender, machine, measure, ratios
@@ -149,7 +149,7 @@ def main() -> None:
     write_atomically(given.out / "mixture_step.json", json.dumps(found, indent=1) + "\n")
     write_page(mixture_step_page(found, command), given.out / "report.html")
     console.print(to_terminal(table_of(found["rows"])))
-    console.print(to_terminal(goals_table(found["goals"])))
+    console.print(goals_text(found["goals"], "\n"), markup=False)
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from goals import goals_table, interval_text
+from goals import goals_table, goals_text, interval_text
 
 from gatelab.report.charts import Reference, dot_interval_chart
 from gatelab.report.page import Figure, Page, Section
@@ -66,10 +66,9 @@ def mixture_step_page(found: Mapping[str, Any], command: str) -> Page:
     figure = Figure(
         chart, "Time of a step over that of the dense model.", "Median over rounds and its 95 % interval.", text
     )
-    lead = "; ".join(f"{row['name']}: {interval_text(row, '.2f')} ({row['outcome']})" for row in found["goals"])
     return Page(
         title="A training step of a mixture of experts",
-        lead=lead,
+        lead=goals_text(found["goals"], "; "),
         command=command,
         sections=[Section("Time of a training step", text, [goals_table(found["goals"]), table_of(rows), figure])],
         environment=dict(found["machine"]),

@@ -135,7 +135,7 @@ def test_the_mixture_is_judged_against_the_fastest_way_of_its_peer():
     assert (dense["value"], dense["outcome"]) == (1.2, "met")
     assert (peer["value"], peer["outcome"]) == (2.0, "met") and entries[-1].name in peer["name"]
     about = {"machine": MACHINE, "rounds": 6, "shape": SHAPE, "mixture": EXPERTS}
-    assert "1.20 (met)" in render(mixture_step_page(found | about, "command"))
+    assert "1.2 (met)" in render(mixture_step_page(found | about, "command"))
 
 
 def test_memory_is_judged_by_what_a_further_byte_of_text_takes():
