@@ -82,7 +82,7 @@ def data_page(found: Mapping[str, Any], command: str) -> Page:
     ]
     return Page(
         title="What a run's data costs",
-        lead=goals_text(found["goals"], "; "),
+        lead=goals_text(found["goals"][:2], "; "),
         command=command,
         sections=[
             Section("Goals", "", [goals_table(found["goals"])]),
