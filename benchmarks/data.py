@@ -32,7 +32,7 @@ from typing import Any
 from data_page import data_page, memory_table, speed_table
 from goals import goal, goals_text
 from rich.console import Console
-from side_by_side import Contender, machine, measure, median, ratios
+from side_by_side import Contender, command_line, machine, measure, median, ratios
 from training_step import GATE, SHAPES
 
 from gatelab.data.corpora import documents
@@ -168,8 +168,7 @@ def main() -> None:
             "memory": memory(given, Path(folder), console),
         }
     found["goals"] = goals_of(found)
-    command = f"python benchmarks/data.py --rounds {given.rounds} --threads {given.threads}"
-    command += f" --allocator {Path(given.allocator).name}" if given.allocator else ""
+    command = command_line("data.py", parser, given)
     given.out.mkdir(parents=True, exist_ok=True)
     write_atomically(given.out / "data.json", json.dumps(found, indent=1) + "\n")
     write_page(data_page(found, command), given.out / "report.html")

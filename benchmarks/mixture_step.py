@@ -29,7 +29,7 @@ from contenders.gatelab_decoder import run_settings
 from goals import goal, goals_text
 from mixture_step_page import mixture_step_page, table_of
 from rich.console import Console
-from side_by_side import Contender, machine, measure, ratios
+from side_by_side import Contender, command_line, machine, measure, ratios
 from training_step import GATE, SHAPES
 
 from gatelab.files import write_atomically
@@ -143,8 +143,7 @@ def main() -> None:
         "mixture": mixture,
         **found_in(entries, measured, mixture),
     }
-    command = f"python benchmarks/mixture_step.py --rounds {given.rounds} --threads {given.threads}"
-    command += f" --allocator {Path(given.allocator).name}" if given.allocator else ""
+    command = command_line("mixture_step.py", parser, given)
     given.out.mkdir(parents=True, exist_ok=True)
     write_atomically(given.out / "mixture_step.json", json.dumps(found, indent=1) + "\n")
     write_page(mixture_step_page(found, command), given.out / "report.html")

@@ -26,7 +26,7 @@ import numpy as np
 from contenders.gatelab_decoder import run_settings
 from rich.console import Console
 from scaling_page import fits_table, scaling_page
-from side_by_side import Contender, machine, measure, median
+from side_by_side import Contender, command_line, machine, measure, median
 from training_step import GATE
 
 from gatelab.files import write_atomically
@@ -110,8 +110,8 @@ def fit_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def parsed() -> argparse.Namespace:
-    """The command line; an impossible size ends the program before anything is measured."""
+def parsed() -> tuple[argparse.Namespace, str]:
+    """What was asked for, and the command; an impossible size ends the program before anything is measured."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=6)
     parser.add_argument("--threads", type=int, default=2)
@@ -133,14 +133,12 @@ def parsed() -> argparse.Namespace:
                 shape_of(given.tokens, **{axis: size})
         except ValueError as error:
             parser.error(str(error))
-    return given
+    return given, command_line("scaling.py", parser, given)
 
 
 def main() -> None:
-    given, console = parsed(), Console()
+    (given, command), console = parsed(), Console()
     given.out.mkdir(parents=True, exist_ok=True)
-    command = f"python benchmarks/scaling.py --rounds {given.rounds} --threads {given.threads}"
-    command += f" --allocator {Path(given.allocator).name}" if given.allocator else ""
     found: dict[str, Any] = {
         "machine": machine(given.threads, given.allocator),
         "rounds": given.rounds,

@@ -7,10 +7,12 @@ the interval of order statistics. All contenders have the same threads, allocato
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import random
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -122,6 +124,16 @@ def machine(threads: int, preload: str | None) -> dict[str, Any]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "system": platform.platform(),
     }
+
+
+def command_line(script: str, parser: argparse.ArgumentParser, given: argparse.Namespace) -> str:
+    """The command as others may type it: what was not left at its default, without this machine's folders."""
+    words = ["python", f"benchmarks/{script}"]
+    for name, value in vars(given).items():
+        if name not in ("out", "cache") and value != parser.get_default(name):
+            values = value if isinstance(value, list) else [Path(value).name if name == "allocator" else value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return shlex.join(words)
 
 
 def _processor() -> str:

@@ -1,5 +1,7 @@
 """What the benchmarks of mixtures, data and growth compute from their measurements, and their pages."""
 
+import argparse
+
 import pytest
 from data_page import data_page
 from goals import goal, goals_table, interval_text
@@ -7,7 +9,7 @@ from mixture_step import DENSE, MIXTURE, PEER, contenders, found_in, mixture_wor
 from mixture_step_page import mixture_step_page
 from scaling import exponent, fit_of, shape_of
 from scaling_page import scaling_page
-from side_by_side import median
+from side_by_side import command_line, median
 
 import data
 from gatelab.recipes.table import resolve
@@ -42,6 +44,16 @@ def test_a_goal_is_decided_by_the_whole_interval(low, high, relation, outcome):
     row = goal("time", {"value": (low + high) / 2, "low": low, "high": high}, relation, 1.3)
     assert row["outcome"] == outcome
     assert goals_table([row]).cells()[0][1::2] == [f"{relation} 1.3", outcome]
+
+
+def test_the_command_on_a_page_has_no_folder_and_no_default():
+    parser = argparse.ArgumentParser()
+    for name, default in (("--rounds", 6), ("--tokens-each", 4), ("--out", "here"), ("--allocator", None)):
+        parser.add_argument(name, default=default)
+    parser.add_argument("--sizes", nargs="*", default=[1])
+    words = ["--tokens-each", "8", "--out", "/there", "--allocator", "/lib/fast.so", "--sizes", "2", "3"]
+    command = command_line("it.py", parser, parser.parse_args(words))
+    assert command == "python benchmarks/it.py --tokens-each 8 --allocator fast.so --sizes 2 3"
 
 
 def test_a_value_that_was_measured_once_has_no_interval():
