@@ -39,7 +39,7 @@ from gatelab.report.tables import to_terminal
 from gatelab.study.overhead import MIN_ROUNDS
 
 MIXTURE, UNGATED, DENSE = "GateLab mixture, gated", "GateLab mixture, ungated", "GateLab dense, gated"
-PEER = "transformers Qwen3-MoE"
+PEER = "Qwen3-MoE"
 MOST_OVER_DENSE, LEAST_OVER_PEER = 1.3, 1.5
 WAYS = (("grouped_mm", True), ("grouped_mm", False), ("eager", False))
 
@@ -53,9 +53,9 @@ def contenders(shape: Mapping[str, int], mixture: Mapping[str, int]) -> Iterator
     yield Contender(UNGATED, "gatelab_decoder", common | {"words": words})
     yield Contender(DENSE, "gatelab_decoder", common | {"words": [GATE]})
     for (experts, compiled), weights in product(WAYS, ("bfloat16", "float32")):
-        way = f"{'grouped products' if experts == 'grouped_mm' else 'loop'}, {'compiled' if compiled else 'eager'}"
+        way = f"{'grouped' if experts == 'grouped_mm' else 'loop'}, {'compiled' if compiled else 'eager'}"
         settings = {"shape": shape, "compile": compiled, "mixture": mixture, "experts": experts, "weights": weights}
-        yield Contender(f"{PEER}, {way}, {weights} weights", "qwen3_moe", settings)
+        yield Contender(f"{PEER}, {way}, {weights}", "qwen3_moe", settings)
 
 
 def mixture_words(mixture: Mapping[str, int]) -> list[str]:
