@@ -38,8 +38,8 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
             for row in rows
         ],
         "Median step, contenders in turns; ratios are medians over rounds with 95 % intervals. The share counts each "
-        "contender's own operations; the peak is all that its process held during a step. Qwen3-MoE is named with how its "
-        "experts are computed and the dtype of its weights.",
+        "contender's own operations; the peak is all that its process held during a step. Qwen3-MoE is named "
+        "with how its experts are computed and the dtype of its weights.",
     )
 
 
