@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent))
 from diagnosis_page import cost_page, cost_table, maps_table, slope_table
+from process_memory import forget_peak, resident_bytes
 from real_models import SMOLLM2
 
 from gatelab.diagnose.attention import attend, key_mass
@@ -153,17 +154,12 @@ def memory(name: str, way: str, length: int, cache: Path) -> dict[str, int]:
     subject = SUBJECTS[name](cache)
     tokens = random_tokens(subject, length)
     run(subject, way, tokens[:, :WARM_UP_TOKENS])
-    before = _resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")
+    before = resident_bytes("VmRSS")
+    forget_peak()
     run(subject, way, tokens)
-    peak = _resident("VmHWM")
+    peak = resident_bytes("VmHWM")
     weights = sum(parameter.numel() * parameter.element_size() for parameter in subject.model.parameters())
     return {"peak": peak, "extra": peak - before, "weights": weights}
-
-
-def _resident(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * int(next(line.split()[1] for line in lines if line.startswith(key)))
 
 
 # Case -> scale of the logits, how far queries point to the first key, and how long that is.

@@ -5,8 +5,9 @@
 CONTENDER is a module of ``contenders`` with ``prepare(settings) -> turn``; ``turn()`` does the work once and returns
 figures of it (a dictionary, possibly empty). SETTINGS is a JSON mapping: ``threads``, ``warm_up`` (turns before the
 first counted one), and what the contender reads. Each line on standard input asks for a turn; the answer is one JSON
-line with its seconds and its figures. Nothing of GateLab is imported here, so that a peer can
-run in an environment of its own.
+line with its seconds, its figures and the most bytes that the process held during it (``None`` outside of Linux);
+``empty_bytes`` is what it held with everything imported and nothing prepared. Nothing of GateLab is imported here, so
+that a peer can run in an environment of its own.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import time
 from typing import Any, TextIO
 
 import torch
+from process_memory import forget_peak, resident_bytes
 
 
 def serve(name: str, settings: dict[str, Any], answers: TextIO) -> None:
@@ -29,14 +31,20 @@ def serve(name: str, settings: dict[str, Any], answers: TextIO) -> None:
 
     torch.set_num_threads(settings["threads"])
     began = time.perf_counter()
-    turn = importlib.import_module(f"contenders.{name}").prepare(settings)
+    contender = importlib.import_module(f"contenders.{name}")
+    empty_bytes = resident_bytes("VmRSS")
+    turn = contender.prepare(settings)
     for _ in range(settings["warm_up"]):
         turn()
-    answer({"ready": time.perf_counter() - began, "torch": torch.__version__, "python": sys.version.split()[0]})
+    ready = time.perf_counter() - began
+    versions = {"torch": torch.__version__, "python": sys.version.split()[0]}
+    answer({"ready": ready, **versions, "empty_bytes": empty_bytes})
     for _ in sys.stdin:
+        forget_peak()
         began = time.perf_counter()
         figures = turn()
-        answer({"seconds": time.perf_counter() - began, "figures": figures})
+        seconds = time.perf_counter() - began
+        answer({"seconds": seconds, "figures": figures, "peak_bytes": resident_bytes("VmHWM")})
 
 
 if __name__ == "__main__":

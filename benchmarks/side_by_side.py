@@ -7,10 +7,12 @@ the interval of order statistics. All contenders have the same threads, allocato
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
 import random
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -79,7 +81,7 @@ def measure(
     warm_up: int = 3,
     watch: Callable[[str], None] = print,
 ) -> list[dict[str, Any]]:
-    """A row for each contender: how it started, the seconds of its turn in each round, its figures after the last."""
+    """A row for each contender: how it started, seconds and peak of its turn in each round, figures after the last."""
     with ExitStack() as stack:
         lanes = []
         for contender in contenders:
@@ -87,13 +89,15 @@ def measure(
             watch(f"{contender.name}: ready after {lane.start['ready']:.0f} s")
             lanes.append(lane)
         rows = {
-            lane: {"name": lane.contender.name, "start": lane.start, "seconds": [], "figures": {}} for lane in lanes
+            lane: {"name": lane.contender.name, "start": lane.start, "seconds": [], "peak_bytes": [], "figures": {}}
+            for lane in lanes
         }
         draw = random.Random(0)
         for _ in range(rounds):
             for lane in draw.sample(lanes, len(lanes)):
                 found = lane.take_turn()
                 rows[lane]["seconds"].append(found["seconds"])
+                rows[lane]["peak_bytes"].append(found["peak_bytes"])
                 rows[lane]["figures"] = found["figures"]
     return list(rows.values())
 
@@ -102,6 +106,11 @@ def ratios(rows: Sequence[Mapping[str, Any]], baseline: str) -> dict[str, dict[s
     """Each contender's time over the baseline's: the median over rounds and its 95 % interval."""
     base = next(row["seconds"] for row in rows if row["name"] == baseline)
     return {row["name"]: median_ratio(row["seconds"], base)._asdict() for row in rows}
+
+
+def median(values: Sequence[float]) -> dict[str, float]:
+    """The median over rounds and its 95 % interval."""
+    return median_ratio(list(values), [1.0] * len(values))._asdict()
 
 
 def machine(threads: int, preload: str | None) -> dict[str, Any]:
@@ -115,6 +124,16 @@ def machine(threads: int, preload: str | None) -> dict[str, Any]:
         "capability": torch.backends.cpu.get_cpu_capability(),
         "system": platform.platform(),
     }
+
+
+def command_line(script: str, parser: argparse.ArgumentParser, given: argparse.Namespace) -> str:
+    """The command as others may type it: what was not left at its default, without this machine's folders."""
+    words = ["python", f"benchmarks/{script}"]
+    for name, value in vars(given).items():
+        if name not in ("out", "cache") and value != parser.get_default(name):
+            values = value if isinstance(value, list) else [Path(value).name if name == "allocator" else value]
+            words += [f"--{name.replace('_', '-')}", *map(str, values)]
+    return shlex.join(words)
 
 
 def _processor() -> str:
