@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict
-from itertools import islice
+from itertools import chain, islice
 from multiprocessing import get_context
 from pathlib import Path
 from typing import NamedTuple
@@ -108,7 +108,7 @@ class _Writer:
         with atomic_path(path) as temporary:
             with temporary.open("wb") as stream:
                 stream.write(MAGIC + json.dumps(asdict(header)).encode().ljust(HEADER_BYTES - len(MAGIC)))
-                stream.write(tokens.astype(self._dtype.newbyteorder("<")).tobytes())
+                stream.write(tokens.astype(self._dtype.newbyteorder("<"), copy=False).data)
                 stream.write(bytes(header.documents_offset - stream.tell()))
                 stream.write((np.cumsum(lengths) - lengths).astype("<i8").tobytes())
                 stream.write(np.array(self._text_bytes, dtype="<i8").tobytes())
@@ -150,7 +150,8 @@ def _encoded_chunks(chunks: Iterator[list[str]], tokenizer: Tokenizer, num_proce
 
 def _encode(tokenizer: Tokenizer, texts: list[str]) -> EncodedTexts:
     documents = [[tokenizer.bos_id, *ids] for ids in tokenizer.encode_batch(texts)]
-    tokens = np.concatenate([np.array(document, dtype=_dtype(tokenizer)) for document in documents])
+    # Its dtype asks the tokenizer for its whole vocabulary, so it is asked once.
+    tokens = np.fromiter(chain.from_iterable(documents), dtype=_dtype(tokenizer))
     return EncodedTexts(tokens, [len(document) for document in documents], [len(text.encode()) for text in texts])
 
 
