@@ -29,7 +29,7 @@ from contenders.gatelab_decoder import run_settings
 from goals import goal, goals_text
 from mixture_step_page import mixture_step_page, table_of
 from rich.console import Console
-from side_by_side import Contender, command_line, machine, measure, ratios
+from side_by_side import Contender, command_line, limit_share, limit_speeds, machine, measure, ratios
 from training_step import GATE, SHAPES
 
 from gatelab.files import write_atomically
@@ -82,7 +82,7 @@ def work_of(contender: Contender, mixture: Mapping[str, int]) -> dict[str, Any]:
 
 def found_in(entries: list[Contender], measured: list[dict[str, Any]], mixture: Mapping[str, int]) -> dict[str, Any]:
     """What every contender reached, and the goals."""
-    limit = next(row for row in measured if row["name"] == "limit")["figures"]["flops"]
+    limit = next(row for row in measured if row["name"] == "limit")
     running = [row for row in measured if row["name"] != "limit"]
     over_dense, over_mixture = ratios(running, DENSE), ratios(running, MIXTURE)
     by_name = {entry.name: entry for entry in entries}
@@ -94,7 +94,7 @@ def found_in(entries: list[Contender], measured: list[dict[str, Any]], mixture: 
             | work
             | {
                 "tokens_per_second": work["tokens"] / seconds,
-                "limit_share": work["flops"] / seconds / limit,
+                "limit_share": limit_share(work["flops"], row, limit),
                 "over_dense": over_dense[row["name"]],
                 "over_mixture": over_mixture[row["name"]],
             }
@@ -104,7 +104,7 @@ def found_in(entries: list[Contender], measured: list[dict[str, Any]], mixture: 
         goal("time of the mixture over that of the dense model", over_dense[MIXTURE], "at most", MOST_OVER_DENSE),
         goal(f"speed over that of {fastest['name']}", fastest["over_mixture"], "at least", LEAST_OVER_PEER),
     ]
-    return {"limit_flops": limit, "goals": goals, "rows": rows}
+    return {"limit_flops": statistics.median(limit_speeds(limit)), "goals": goals, "rows": rows}
 
 
 def main() -> None:

@@ -12,6 +12,7 @@ import json
 import os
 import platform
 import random
+import statistics
 import shlex
 import subprocess
 import sys
@@ -106,6 +107,17 @@ def ratios(rows: Sequence[Mapping[str, Any]], baseline: str) -> dict[str, dict[s
     """Each contender's time over the baseline's: the median over rounds and its 95 % interval."""
     base = next(row["seconds"] for row in rows if row["name"] == baseline)
     return {row["name"]: median_ratio(row["seconds"], base)._asdict() for row in rows}
+
+
+def limit_speeds(limit: Mapping[str, Any]) -> list[float]:
+    """FLOPs a second of the bare products (``contenders/peak.py``) in each round."""
+    return [limit["figures"]["flops"] / seconds for seconds in limit["seconds"]]
+
+
+def limit_share(flops: float, row: Mapping[str, Any], limit: Mapping[str, Any]) -> float:
+    """Turns of so many FLOPs against the bare products of the same round: the median over rounds."""
+    shares = [flops / seconds / speed for seconds, speed in zip(row["seconds"], limit_speeds(limit), strict=True)]
+    return statistics.median(shares)
 
 
 def median(values: Sequence[float]) -> dict[str, float]:

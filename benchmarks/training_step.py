@@ -6,9 +6,10 @@
 Each contender trains a decoder of the shape on random tokens in a process of its own, all in turns (``side_by_side``):
 matrix products in bfloat16, compiled, AdamW, gradients clipped. GateLab keeps float32 weights. A peer keeps bfloat16,
 the fastest way, and with "float32 weights" as ours. FLOPs are those of the matrices and of visible keys, three forward
-passes a step, for a gated decoder of the shape; the limit is the best bfloat16 product of size 2,048 cubed in the same
-rounds. ``--peers`` is the folder that ``peers.py`` makes; without it only what is installed takes part. Writes
-``training_step.json`` and a page after each shape, where shapes that were run before stay.
+passes a step, for a gated decoder of the shape; the limit is the speed of twenty bfloat16 products of size 2,048 cubed,
+and a share is the median over rounds of that within a round. ``--peers`` is the folder that ``peers.py`` makes; without
+it only what is installed takes part. Writes ``training_step.json`` and a page after each shape, where shapes that were
+run before stay.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from typing import Any
 from contenders.gatelab_decoder import run_settings
 from peers import PEERS, python_of
 from rich.console import Console
-from side_by_side import Contender, machine, measure, ratios
+from side_by_side import Contender, limit_share, limit_speeds, machine, measure, ratios
 from training_step_page import table_of, training_step_page
 
 from gatelab.files import write_atomically
@@ -83,14 +84,14 @@ def rows_of(shape_name: str, given: argparse.Namespace) -> list[dict[str, Any]]:
         row |= {
             "shape": shape_name,
             "tokens_per_second": run.tokens_per_step / seconds,
-            "limit_share": flops / seconds / limit["figures"]["flops"],
+            "limit_share": limit_share(flops, row, limit),
             "baseline_over_this": {
                 "value": 1 / over_baseline[row["name"]]["value"],
                 "low": 1 / over_baseline[row["name"]]["high"],
                 "high": 1 / over_baseline[row["name"]]["low"],
             },
             "this_over_ours": over_ours[row["name"]],
-            "limit_flops": limit["figures"]["flops"],
+            "limit_flops": statistics.median(limit_speeds(limit)),
             "gated_parameters": count_parameters(run.model).total,
         }
     return running

@@ -131,11 +131,11 @@ def test_the_words_of_a_mixture_make_it():
 
 def test_the_mixture_is_judged_against_the_fastest_way_of_its_peer():
     entries = list(contenders(SHAPE, EXPERTS))
-    seconds = {MIXTURE: 1.2, DENSE: 1.0, entries[-1].name: 2.4}
+    seconds_of = {MIXTURE: 1.2, DENSE: 1.0, entries[-1].name: 2.4}
     measured = [
         {
             "name": entry.name,
-            "seconds": [seconds.get(entry.name, 3.0)] * 6,
+            "seconds": [seconds_of.get(entry.name, 3.0)] * 6,
             "peak_bytes": [10**9] * 6,
             "start": {"ready": 1.0},
             "figures": {"flops": 1e12} if entry.name == "limit" else {},
@@ -143,6 +143,11 @@ def test_the_mixture_is_judged_against_the_fastest_way_of_its_peer():
         for entry in entries
     ]
     found = found_in(entries, measured, EXPERTS)
+    works = {row["name"]: row["flops"] for row in found["rows"]}
+    assert found["limit_flops"] == pytest.approx(1e12 / 3)
+    for row in found["rows"]:
+        seconds = seconds_of.get(row["name"], 3.0)
+        assert row["limit_share"] == pytest.approx(works[row["name"]] / seconds / (1e12 / 3))
     dense, peer = found["goals"]
     assert (dense["value"], dense["outcome"]) == (1.2, "met")
     assert (peer["value"], peer["outcome"]) == (2.0, "met") and entries[-1].name in peer["name"]
