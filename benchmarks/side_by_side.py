@@ -12,8 +12,8 @@ import json
 import os
 import platform
 import random
-import statistics
 import shlex
+import statistics
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
