@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+import warnings
 from pathlib import Path
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from gatelab import doctor
 from gatelab.cli import app
-from gatelab.doctor import EXTRAS, LEAST_PYTHON, REQUIRED, examine, is_older, judge_bfloat16
+from gatelab.doctor import EXTRAS, LEAST_PYTHON, REQUIRED, Finding, examine, is_older, judge_bfloat16
+from gatelab.model.attention import AttentionKernel, fused_attention
 
 PROJECT = tomllib.loads((Path(__file__).parents[1] / "pyproject.toml").read_text())["project"]
 
@@ -104,6 +107,32 @@ def test_a_machine_without_compiler_is_warned(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setenv("CXX", "no-such-compiler")
     (compiler,) = [finding for finding in examine(Path()) if finding.name == "C++ compiler"]
     assert compiler.status == "warning" and "train.compile=true" in compiler.advice
+    assert attention() == ("attention in bfloat16", "PyTorch's kernel", "note", "GateLab's own needs a C++ compiler")
+
+
+def attention() -> Finding:
+    (found,) = [finding for finding in examine(Path()) if finding.name == "attention in bfloat16"]
+    return found
+
+
+def test_which_kernel_computes_attention_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing() -> AttentionKernel:
+        warnings.warn("it can't be built: no space left", stacklevel=2)
+        return fused_attention
+
+    monkeypatch.setattr(doctor, "has_cpp_compiler", lambda: True)
+    for kernel, status, words in (
+        (failing, "warning", "no space left"),
+        (lambda: fused_attention, "note", "AVX512_BF16"),
+        (lambda: blank_kernel, "ok", "built for this processor"),
+    ):
+        monkeypatch.setattr(doctor, "attention_kernel", kernel)
+        found = attention()
+        assert found.status == status and words in f"{found.value} {found.advice}"
+
+
+def blank_kernel(*_: object) -> torch.Tensor:
+    raise AssertionError("never called")
 
 
 def test_the_table_shows_advice() -> None:

@@ -9,6 +9,7 @@ import re
 import shutil
 import sys
 import time
+import warnings
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -16,8 +17,9 @@ from typing import Any, Literal, NamedTuple
 import torch
 import torch.distributed as dist
 
+from gatelab.model.attention import fused_attention
 from gatelab.report.tables import Column, Table
-from gatelab.train.parallel.compilation import has_cpp_compiler
+from gatelab.train.parallel.compilation import attention_kernel, has_cpp_compiler
 from gatelab.train.throughput import measure_peak
 
 Status = Literal["ok", "note", "warning", "missing"]
@@ -84,6 +86,7 @@ def examine(folder: Path) -> list[Finding]:
         _allocator(),
         _disk(folder),
         _compiler(),
+        _attention(),
         *_accelerators(),
         _distributed(),
     ]
@@ -234,6 +237,21 @@ def _compiler() -> Finding:
         return Finding("C++ compiler", "found, with Python's headers", "ok")
     advice = "install g++ and Python's headers for train.compile=true; without them training is slower"
     return Finding("C++ compiler", "not found, or without Python's headers", "warning", advice)
+
+
+def _attention() -> Finding:
+    """Which kernel compiled bfloat16 runs compute attention with; it is built here if it was not before."""
+    name = "attention in bfloat16"
+    if not has_cpp_compiler():
+        return Finding(name, "PyTorch's kernel", "note", "GateLab's own needs a C++ compiler")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        kernel = attention_kernel()
+    if kernel is not fused_attention:
+        return Finding(name, "GateLab's kernel, built for this processor", "ok")
+    if caught:
+        return Finding(name, "PyTorch's kernel", "warning", str(caught[0].message))
+    return Finding(name, "PyTorch's kernel", "note", "GateLab's own needs a processor with AVX512_BF16")
 
 
 def _accelerators() -> list[Finding]:

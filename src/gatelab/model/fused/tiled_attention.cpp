@@ -291,11 +291,11 @@ class Backward {
   Bits *of_query, *of_key, *of_value;
   std::vector<Bits> turned_keys;                                 // (C x even tokens)
   std::vector<Bits> asking, asking_rows, pulling, pulling_rows;  // queries and upstream gradients, paired both ways
-  std::vector<Bits> weights, of_logits;                              // (keys x even queries)
-  std::vector<uint32_t> pairs;                                       // of_logits, paired
-  std::vector<float> logits, of_weights, of_queries;                 // (keys x queries) twice, (C x queries)
-  std::vector<float> means;                                          // of the weights' gradients, by query
-  std::vector<float> of_keys, of_values;                             // (T x C), (T x Cv)
+  std::vector<Bits> weights, of_logits;                          // (keys x even queries)
+  std::vector<uint32_t> pairs;                                   // of_logits, paired
+  std::vector<float> logits, of_weights, of_queries;             // (keys x queries) twice, (C x queries)
+  std::vector<float> means;                                      // of the weights' gradients, by query
+  std::vector<float> of_keys, of_values;                         // (T x C), (T x Cv)
 };
 
 // Each key head of each row by itself, so that no two threads add to one gradient.
