@@ -21,6 +21,12 @@ from gatelab.model.attention import AttentionKernel, fused_attention
 from gatelab.model.sink import Sink
 
 SOURCE = Path(__file__).with_name("tiled_attention.cpp")
+# Written out, because a session that checks shapes puts functions of its own around the operators'.
+_FORWARD = "(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor)"
+_BACKWARD = (
+    "(Tensor query, Tensor key, Tensor value, Tensor output, Tensor normalizer, Tensor upstream)"
+    " -> (Tensor, Tensor, Tensor)"
+)
 
 
 @cache
@@ -55,14 +61,14 @@ def tiled_attention(library: Path) -> AttentionKernel | None:
 def _operators(functions: ctypes.CDLL) -> Any:
     """The operator that gives output and normalizers, with its gradient, as PyTorch's compiler wants to know it."""
 
-    @torch.library.custom_op("gatelab::tiled_attention", mutates_args=())
+    @torch.library.custom_op("gatelab::tiled_attention", mutates_args=(), schema=_FORWARD)
     def attend(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         inputs = [_side_by_side(tensor) for tensor in (query, key, value)]
         output, normalizer = _empty_outputs(query, key, value)
         functions.forward(_Sizes.of(query, key, value), *map(_view, inputs), _start(output), _start(normalizer))
         return output, normalizer
 
-    @torch.library.custom_op("gatelab::tiled_attention_backward", mutates_args=())
+    @torch.library.custom_op("gatelab::tiled_attention_backward", mutates_args=(), schema=_BACKWARD)
     def pull_back(
         query: Tensor, key: Tensor, value: Tensor, output: Tensor, normalizer: Tensor, upstream: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
