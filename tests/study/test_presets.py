@@ -256,6 +256,11 @@ def test_kinds_of_attention_have_equal_parameters_and_the_caches_they_are_known_
         assert not plain.gates and elementwise.gates == VARIANTS["sdpa_elementwise"].gates
         assert headwise.gates == VARIANTS["sdpa_headwise"].gates
         assert elementwise.feedforward_width == plain.feedforward_width - 42
+    assert {one.name: one.changed + one.plain for one in study.interactions} == {
+        f"{kind}_{gate}": (f"{kind}_{gate}", kind, f"grouped_{gate}", "grouped")
+        for kind in kinds[1:]
+        for gate in ("headwise", "elementwise")
+    }
     paper = study_of("open/attention_kinds", "paper")
     latent = paper.settings_of(paper.arm("latent")).model.latent
     assert latent == LatentSettings(key_value_rank=512, unrotated_size=128, rotated_size=64, value_size=128), "V2-Lite"

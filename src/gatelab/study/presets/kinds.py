@@ -9,7 +9,7 @@ from gatelab.model.settings import ModelSettings
 from gatelab.recipes.table import resolve
 from gatelab.study.presets.arms import compose, run_of, words_of
 from gatelab.study.scales import Scale
-from gatelab.study.study import Arm, Study
+from gatelab.study.study import Arm, Interaction, Study
 
 _GATES = {"headwise": "sdpa_headwise", "elementwise": "sdpa_elementwise"}
 # A width is rounded for the kind and again for its gate, so multiples are finer than the paper's 128.
@@ -22,7 +22,7 @@ def attention_kinds(scale: Scale) -> Study:
     Every arm has the parameters of ungated grouped queries: the feed-forward pays for attention and gate, and all are
     cut from the draw of the widest, so that they start alike. The latents have the proportions of DeepSeek-V2-Lite
     (arXiv 2405.04434): D/4 channels, C unrotated and C/2 rotated ones of a query, values of C; in the place of q/k norm
-    they have their own.
+    they have their own. Interactions: what a gate gains within a kind, less what it gains with grouped queries.
     """
     model = run_of(scale, "dense").model
     finer = (f"model.matching_multiple={_LARGEST_MULTIPLE}",) if model.matching_multiple > _LARGEST_MULTIPLE else ()
@@ -41,9 +41,15 @@ def attention_kinds(scale: Scale) -> Study:
             Arm(name=f"{kind}_{name}", assignments=(*words, f"gate={gate}", "match=parameters"))
             for name, gate in _GATES.items()
         ]
+    first, *others = kinds
+    interactions = tuple(
+        Interaction(name=f"{kind}_{gate}", changed=(f"{kind}_{gate}", kind), plain=(f"{first}_{gate}", first))
+        for kind in others
+        for gate in _GATES
+    )
     question = "Does a gate gain as much with multi-head, multi-query and latent attention as with grouped queries?"
     common = (*finer, f"model.drawn_feedforward_width={max(widths.values())}")
-    return compose(scale, "dense", "attention_kinds", question, arms, assignments=common)
+    return compose(scale, "dense", "attention_kinds", question, arms, assignments=common, interactions=interactions)
 
 
 def _latent(model: ModelSettings) -> tuple[str, ...]:
