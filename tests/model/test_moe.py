@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gatelab.model import moe
-from gatelab.model.moe import MixtureOfExperts, balance_loss, grouped_linear, router_z_loss
+from gatelab.model.moe import MixtureOfExperts, balance_loss, grouped_linear, round_groups, router_z_loss
 from gatelab.model.settings import MixtureSettings
 
 B, T, D, E, K, F_EXPERT = 3, 17, 40, 5, 2, 24
@@ -168,7 +168,11 @@ def test_grouped_kernel_equals_the_loop(
     upstream = random_states(dtype, seed=2)
 
     output = mixture.experts(x.flatten(0, 1), rows).view_as(x)
-    assert grouped_calls == [tuple(rows.tolist())] * 2
+    assert len(grouped_calls) == 2 and len(set(grouped_calls)) == 1
+    if dtype == torch.bfloat16:
+        assert all(end % 32 == 0 for end in grouped_calls[0])
+    else:
+        assert grouped_calls[0] == tuple(rows.tolist())
     expected = exact.experts(exact_x.flatten(0, 1), rows).view_as(x)
     assert len(grouped_calls) == 2
     wanted = ["experts.gate_up_proj", "experts.down_proj"]
@@ -177,6 +181,17 @@ def test_grouped_kernel_equals_the_loop(
     for actual, wished in zip([output, *ours], [expected, *theirs], strict=True):
         assert actual.dtype == dtype
         assert ((actual - wished).abs().max() / wished.abs().max()).item() < tolerance
+
+
+@pytest.mark.parametrize("sizes", [[0, 0, 9], [9, 0, 0], [0, 32, 1], [33, 1, 64], [0, 0, 0]])
+def test_rounded_groups_hold_the_rows_of_their_own_in_their_order(sizes: list[int]) -> None:
+    ends, wanted = torch.tensor(sizes).cumsum(0).int(), []
+    places, new_ends, num_rows = round_groups(ends, sum(sizes))
+    for group, size in enumerate(sizes):
+        start = 0 if group == 0 else int(new_ends[group - 1])
+        assert start % 32 == 0 and start + size <= new_ends[group] <= num_rows
+        wanted += range(start, start + size)
+    assert places.tolist() == wanted and new_ends[-1] == num_rows and num_rows % 32 == 0
 
 
 @pytest.mark.parametrize(
