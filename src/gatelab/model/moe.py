@@ -77,7 +77,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Float[Tensor, "M D"], ends: Int[Tensor, "E"]) -> Float[Tensor, "M D"]:
         """Rows of ``x`` are sorted by expert; expert e takes those from ``ends[e - 1]`` up to ``ends[e]``."""
-        if x.dtype != torch.bfloat16 or x.device.type != "cpu":
+        is_few = len(x) < len(ends) * _MULTIPLE  # as in decoding, where rounding would add more rows than there are
+        if is_few or x.dtype != torch.bfloat16 or x.device.type != "cpu":
             return self._feed_forward(x, ends)
         places, ends, num_rows = round_groups(ends, len(x))
         spread = x.new_zeros(num_rows, x.shape[1]).index_copy(0, places, x)
