@@ -62,6 +62,11 @@ def with_gradients(function: Callable[..., Tensor], tensors: Sequence[Tensor]) -
     return [output.detach(), *torch.autograd.grad(output, leaves, tensors[3])]
 
 
+def own(kernel: AttentionKernel, tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The kernel's output and gradients on the causal triangle."""
+    return with_gradients(lambda *three: kernel(*three, None, True), tensors)
+
+
 def errors(found: Sequence[Tensor], exact: Sequence[Tensor]) -> list[float]:
     return [float((one.double() - other).norm() / other.norm()) for one, other in zip(found, exact, strict=True)]
 
@@ -74,7 +79,7 @@ def test_it_is_as_near_to_loops_in_float64_as_pytorchs_kernel(
     """Logits of some hundreds at the larger scale, where rounding inputs' products weighs more."""
     tensors = drawn(num_tokens, scale)
     exact = with_gradients(by_loops, [tensor.double() for tensor in tensors])
-    ours = errors(with_gradients(lambda *three: kernel(*three, None, True), tensors), exact)
+    ours = errors(own(kernel, tensors), exact)
     theirs = errors(with_gradients(lambda *three: fused_attention(*three, None, True), tensors), exact)
     assert all(0 < error < 0.004 * scale for error in ours), ours
     assert all(one < 1.2 * other for one, other in zip(ours, theirs, strict=True)), (ours, theirs)
@@ -82,11 +87,11 @@ def test_it_is_as_near_to_loops_in_float64_as_pytorchs_kernel(
 
 def test_channels_need_not_lie_side_by_side_nor_tokens_one_after_another(kernel: AttentionKernel) -> None:
     tensors = drawn(17)
-    expected = with_gradients(lambda *three: kernel(*three, None, True), tensors)
+    expected = own(kernel, tensors)
     wide = torch.cat((*tensors[1:3], tensors[1]), dim=-1)  # keys and values are parts of one tensor
     parts = [tensors[0].transpose(-1, -2).contiguous().transpose(-1, -2), wide[..., :C], wide[..., C : C + VALUE_SIZE]]
     assert not any(part.is_contiguous() for part in parts)
-    found = with_gradients(lambda *three: kernel(*three, None, True), [*parts, tensors[3]])
+    found = own(kernel, [*parts, tensors[3]])
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
@@ -101,14 +106,14 @@ def test_no_later_token_is_seen(kernel: AttentionKernel) -> None:
 def test_what_is_not_finite_stays_so(kernel: AttentionKernel) -> None:
     """And is forgotten by the next call, whose memory may be the same."""
     tensors = drawn(333)
-    expected = with_gradients(lambda *three: kernel(*three, None, True), tensors)
+    expected = own(kernel, tensors)
     for number in range(4):
         spoiled = [tensor.clone() for tensor in tensors]
         spoiled[number][0, 0] = float("nan")
-        found = with_gradients(lambda *three: kernel(*three, None, True), spoiled)
+        found = own(kernel, spoiled)
         assert found[number].isnan().any() if number < 3 else found[1].isnan().any()
         assert not any(tensor[1:].isnan().any() for tensor in found)
-    for one, other in zip(with_gradients(lambda *three: kernel(*three, None, True), tensors), expected, strict=True):
+    for one, other in zip(own(kernel, tensors), expected, strict=True):
         assert torch.equal(one, other)
 
 
@@ -117,7 +122,7 @@ def test_bits_do_not_depend_on_threads(kernel: AttentionKernel) -> None:
     found = []
     for threads in (1, 2):
         torch.set_num_threads(threads)
-        found.append(with_gradients(lambda *three: kernel(*three, None, True), tensors))
+        found.append(own(kernel, tensors))
     torch.set_num_threads(before)
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 

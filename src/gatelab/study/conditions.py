@@ -81,10 +81,10 @@ def check_conditions(study: Study, cache: Path) -> list[Conditions]:
 
 def common_weights(study: Study) -> tuple[int, dict[str, dict[int, str]]]:
     """How many initial weights all arms have in common, and their SHA-256 by arm and seed."""
-    sizes = _common_sizes([study.settings_of(arm).model for arm in study.arms])
+    models = {arm.name: study.settings_of(arm).model for arm in study.arms}
+    sizes = _common_sizes(list(models.values()))
     digests = {
-        arm.name: {seed: _weights_digest(study.settings_of(arm).model, seed, sizes) for seed in study.seeds}
-        for arm in study.arms
+        name: {seed: _weights_digest(model, seed, sizes) for seed in study.seeds} for name, model in models.items()
     }
     return sum(math.prod(size) for size in sizes.values()), digests
 

@@ -36,12 +36,13 @@ def compile_layers(decoder: Decoder) -> None:
     """Compile each layer by itself: all layers of a kind share one graph, so a deep model costs one compilation.
 
     What was compiled before in this process is forgotten, because PyTorch keeps eight graphs of one function and would
-    run the ninth decoder of a study uncompiled. Attention is computed by :func:`attention_kernel`.
+    run the ninth decoder of a study uncompiled. Attention on a CPU is computed by :func:`attention_kernel`.
     """
     torch.compiler.reset()
-    for attention in decoder.modules():
-        if isinstance(attention, GatedAttention):
-            attention.kernel = attention_kernel()
+    if decoder.model.embed_tokens.weight.device.type == "cpu":
+        for attention in decoder.modules():
+            if isinstance(attention, GatedAttention):
+                attention.kernel = attention_kernel()
     for layer in decoder.model.layers:
         layer.compile(dynamic=False)
 
