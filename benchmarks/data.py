@@ -32,7 +32,7 @@ from typing import Any
 from data_page import data_page, memory_table, speed_table
 from goals import goal, goals_text
 from rich.console import Console
-from side_by_side import Contender, command_line, machine, measure, median, ratios
+from side_by_side import Contender, command_line, machine, measure, median, options, ratios, read_options
 from training_step import GATE, SHAPES
 
 from gatelab.data.corpora import documents
@@ -41,7 +41,6 @@ from gatelab.data.tokenizer import train_tokenizer
 from gatelab.files import write_atomically
 from gatelab.report.page import write_page
 from gatelab.report.tables import to_terminal
-from gatelab.study.overhead import MIN_ROUNDS
 
 MEGABYTE = 10**6
 BATCHES = 100
@@ -143,19 +142,14 @@ def goals_of(found: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--allocator", help="a library to preload for every contender, such as tcmalloc")
+    parser = options(__doc__)
     parser.add_argument("--cache", type=Path, default=Path("~/.cache/gatelab"))
     parser.add_argument("--text", type=int, default=4, help="MB that are tokenized in a turn")
     parser.add_argument("--corpora", type=int, nargs="+", default=[8, 32, 128], help="MB of each corpus for memory")
     parser.add_argument("--shards", type=int, nargs="+", default=[16_777_216, 1_048_576], help="tokens in a shard")
     parser.add_argument("--layers", type=int, default=SHAPES["15M"]["num_layers"], help="of the step's model")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/data"))
-    given = parser.parse_args()
-    if given.rounds < MIN_ROUNDS:
-        parser.error(f"--rounds {given.rounds}: an interval of a median takes at least {MIN_ROUNDS}")
+    given = read_options(parser)
     given.cache = given.cache.expanduser()
     console = Console()
     with tempfile.TemporaryDirectory() as folder:

@@ -16,7 +16,6 @@ passes a step, each contender's own. Writes ``mixture_step.json`` and a page.
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 from collections.abc import Iterator, Mapping
@@ -29,14 +28,23 @@ from contenders.gatelab_decoder import run_settings
 from goals import goal, goals_text
 from mixture_step_page import mixture_step_page, table_of
 from rich.console import Console
-from side_by_side import Contender, command_line, limit_share, limit_speeds, machine, measure, ratios
+from side_by_side import (
+    Contender,
+    command_line,
+    limit_share,
+    limit_speeds,
+    machine,
+    measure,
+    options,
+    ratios,
+    read_options,
+)
 from training_step import GATE, SHAPES
 
 from gatelab.files import write_atomically
 from gatelab.model.accounting import count_parameters, flops_per_token_training
 from gatelab.report.page import write_page
 from gatelab.report.tables import to_terminal
-from gatelab.study.overhead import MIN_ROUNDS
 
 MIXTURE, UNGATED, DENSE = "GateLab mixture, gated", "GateLab mixture, ungated", "GateLab dense, gated"
 PEER = "Qwen3-MoE"
@@ -108,10 +116,7 @@ def found_in(entries: list[Contender], measured: list[dict[str, Any]], mixture: 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--allocator", help="a library to preload for every contender, such as tcmalloc")
+    parser = options(__doc__)
     parser.add_argument("--layers", type=int, default=SHAPES["15M"]["num_layers"])
     parser.add_argument("--context", type=int, default=SHAPES["15M"]["context"])
     parser.add_argument("--sequences", type=int, default=SHAPES["15M"]["sequences"])
@@ -119,9 +124,7 @@ def main() -> None:
     parser.add_argument("--experts-per-token", type=int, default=2)
     parser.add_argument("--expert-width", type=int, default=512)
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/mixture_step"))
-    given = parser.parse_args()
-    if given.rounds < MIN_ROUNDS:
-        parser.error(f"--rounds {given.rounds}: an interval of a median takes at least {MIN_ROUNDS}")
+    given = read_options(parser)
     mixture = {
         "num_experts": given.experts,
         "experts_per_token": given.experts_per_token,

@@ -26,14 +26,13 @@ import numpy as np
 from contenders.gatelab_decoder import run_settings
 from rich.console import Console
 from scaling_page import fits_table, scaling_page
-from side_by_side import Contender, command_line, machine, measure, median
+from side_by_side import Contender, command_line, machine, measure, median, options, read_options
 from training_step import GATE
 
 from gatelab.files import write_atomically
 from gatelab.model.accounting import flops_per_token_training
 from gatelab.report.page import write_page
 from gatelab.report.tables import to_terminal
-from gatelab.study.overhead import MIN_ROUNDS
 
 WIDTH, DEPTH, CONTEXT, HEAD = 384, 8, 512, 64
 MODELS = {"gated": [GATE], "ungated": []}
@@ -112,18 +111,13 @@ def fit_of(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def parsed() -> tuple[argparse.Namespace, str]:
     """What was asked for, and the command; an impossible size ends the program before anything is measured."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=6)
-    parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--allocator", help="a library to preload for every process, such as tcmalloc")
+    parser = options(__doc__, rounds=6)
     parser.add_argument("--tokens", type=int, default=8192, help="in a step, whatever the context")
     parser.add_argument("--contexts", type=int, nargs="*", default=[512, 1024, 2048, 4096, 8192])
     parser.add_argument("--widths", type=int, nargs="*", default=[192, 384, 576, 768])
     parser.add_argument("--depths", type=int, nargs="*", default=[4, 8, 16])
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/scaling"))
-    given = parser.parse_args()
-    if given.rounds < MIN_ROUNDS:
-        parser.error(f"--rounds {given.rounds}: an interval of a median takes at least {MIN_ROUNDS}")
+    given = read_options(parser)
     for axis in AXES:
         sizes = getattr(given, f"{axis}s")
         if len(sizes) == 1:

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from gatelab.study.overhead import median_ratio
+from gatelab.study.overhead import MIN_ROUNDS, median_ratio
 
 LANE = Path(__file__).with_name("lane.py")
 
@@ -138,12 +138,30 @@ def machine(threads: int, preload: str | None) -> dict[str, Any]:
     }
 
 
+def options(description: str | None, rounds: int = 15) -> argparse.ArgumentParser:
+    """A benchmark's parser with what all contenders have in common."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=rounds)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--allocator", help="a library to preload for every contender, such as tcmalloc")
+    return parser
+
+
+def read_options(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """What the command line says; too few rounds for an interval end the program."""
+    given = parser.parse_args()
+    if given.rounds < MIN_ROUNDS:
+        parser.error(f"--rounds {given.rounds}: an interval of a median takes at least {MIN_ROUNDS}")
+    return given
+
+
 def command_line(script: str, parser: argparse.ArgumentParser, given: argparse.Namespace) -> str:
     """The command as others may type it: what was not left at its default, without this machine's folders."""
     words = ["python", f"benchmarks/{script}"]
     for name, value in vars(given).items():
         if name not in ("out", "cache") and value != parser.get_default(name):
-            values = value if isinstance(value, list) else [Path(value).name if name == "allocator" else value]
+            shown = Path(value).name if name in ("allocator", "peers") else value
+            values = [] if shown is True else shown if isinstance(shown, list) else [shown]
             words += [f"--{name.replace('_', '-')}", *map(str, values)]
     return shlex.join(words)
 

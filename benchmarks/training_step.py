@@ -24,14 +24,23 @@ from typing import Any
 from contenders.gatelab_decoder import run_settings
 from peers import PEERS, python_of
 from rich.console import Console
-from side_by_side import Contender, limit_share, limit_speeds, machine, measure, ratios
+from side_by_side import (
+    Contender,
+    command_line,
+    limit_share,
+    limit_speeds,
+    machine,
+    measure,
+    options,
+    ratios,
+    read_options,
+)
 from training_step_page import table_of, training_step_page
 
 from gatelab.files import write_atomically
 from gatelab.model.accounting import count_parameters, flops_per_token_training
 from gatelab.report.page import write_page
 from gatelab.report.tables import to_terminal
-from gatelab.study.overhead import MIN_ROUNDS
 
 HEADS = {"vocab_size": 4096, "num_layers": 8, "num_heads": 6, "num_kv_heads": 2}
 SHAPES: dict[str, dict[str, int]] = {
@@ -98,26 +107,19 @@ def rows_of(shape_name: str, given: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = options(__doc__)
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES))
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--peers", type=Path)
-    parser.add_argument("--allocator", help="a library to preload for every contender, such as tcmalloc")
     parser.add_argument("--eager", action="store_true", help="compile nothing")
     parser.add_argument("--out", type=Path, default=Path("benchmarks/results/training_step"))
-    given = parser.parse_args()
-    if given.rounds < MIN_ROUNDS:
-        parser.error(f"--rounds {given.rounds}: an interval of a median takes at least {MIN_ROUNDS}")
+    given = read_options(parser)
     given.out.mkdir(parents=True, exist_ok=True)
     conditions = {
         "machine": machine(given.threads, given.allocator),
         "rounds": given.rounds,
         "compiled": not given.eager,
     }
-    command = f"python benchmarks/training_step.py --rounds {given.rounds} --threads {given.threads}"
-    command += " --peers FOLDER" if given.peers else ""
-    command += f" --allocator {Path(given.allocator).name}" if given.allocator else ""
+    command = command_line("training_step.py", parser, given)
     rows = kept_rows(given.out / RESULTS, conditions)
     for name in given.shapes:
         rows = [row for row in rows if row["shape"] != name] + rows_of(name, given)

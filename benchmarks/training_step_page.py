@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from goals import interval_text
+
 from gatelab.report.charts import Reference, dot_interval_chart
 from gatelab.report.page import Figure, Page, Section
 from gatelab.report.tables import Column, Table
@@ -28,8 +30,8 @@ def table_of(rows: Sequence[Mapping[str, Any]]) -> Table:
         [
             {
                 **{name: row[name] for name in ("shape", "name", "tokens_per_second", "limit_share")},
-                "ratio": _interval(row["baseline_over_this"]),
-                "ours": _interval(row["this_over_ours"]),
+                "ratio": interval_text(row["baseline_over_this"], ".2f"),
+                "ours": interval_text(row["this_over_ours"], ".2f"),
                 "ready": row["start"]["ready"],
             }
             for row in rows
@@ -70,7 +72,3 @@ def training_step_page(found: Mapping[str, Any], command: str) -> Page:
         sections=[Section("Speed of a training step", text, [table_of(rows), *figures])],
         environment=dict(found["machine"]),
     )
-
-
-def _interval(found: Mapping[str, float]) -> str:
-    return f"{found['value']:.2f} [{found['low']:.2f}, {found['high']:.2f}]"
