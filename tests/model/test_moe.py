@@ -10,7 +10,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gatelab.model import moe
-from gatelab.model.moe import MixtureOfExperts, balance_loss, grouped_linear, round_groups, router_z_loss
+from gatelab.model.moe import (
+    MixtureOfExperts,
+    balance_loss,
+    grouped_linear,
+    move_rows,
+    place,
+    router_z_loss,
+    weighted_sum_of_experts,
+)
 from gatelab.model.settings import MixtureSettings
 
 B, T, D, E, K, F_EXPERT = 3, 17, 40, 5, 2, 24
@@ -165,16 +173,18 @@ def test_grouped_kernel_equals_the_loop(
     exact.load_state_dict(mixture.state_dict())
     x = random_states(dtype).requires_grad_()
     exact_x = x.detach().double().requires_grad_()
-    rows = torch.randint(E, (B * T,), generator=torch.Generator().manual_seed(0)).bincount(minlength=E).cumsum(0).int()
+    chosen = torch.randn(B * T, E, generator=torch.Generator().manual_seed(0)).topk(K).indices
+    weights = torch.rand(B * T, K, generator=torch.Generator().manual_seed(1)).to(dtype)
     upstream = random_states(dtype, seed=2)
 
-    output = mixture.experts(x.flatten(0, 1), rows).view_as(x)
+    output = weighted_sum_of_experts(mixture.experts, x.flatten(0, 1), weights, chosen, range(E), E).view_as(x)
     assert len(grouped_calls) == 2 and len(set(grouped_calls)) == 1
     if dtype == torch.bfloat16:
         assert all(end % 2 == 0 for end in grouped_calls[0])
     else:
-        assert grouped_calls[0] == tuple(rows.tolist())
-    expected = exact.experts(exact_x.flatten(0, 1), rows).view_as(x)
+        assert grouped_calls[0] == tuple(chosen.flatten().bincount(minlength=E).cumsum(0).tolist())
+    expected = weighted_sum_of_experts(exact.experts, exact_x.flatten(0, 1), weights.double(), chosen, range(E), E)
+    expected = expected.view_as(x)
     assert len(grouped_calls) == 2
     wanted = ["experts.gate_up_proj", "experts.down_proj"]
     ours = torch.autograd.grad(output, [x, *(mixture.get_parameter(name) for name in wanted)], upstream)
@@ -184,15 +194,53 @@ def test_grouped_kernel_equals_the_loop(
         assert ((actual - wished).abs().max() / wished.abs().max()).item() < tolerance
 
 
-@pytest.mark.parametrize("sizes", [[0, 0, 9], [9, 0, 0], [0, 32, 1], [33, 1, 64], [0, 0, 0]])
-def test_rounded_groups_hold_the_rows_of_their_own_in_their_order(sizes: list[int]) -> None:
-    ends, wanted = torch.tensor(sizes).cumsum(0).int(), []
-    places, new_ends, num_rows = round_groups(ends, sum(sizes))
-    for group, size in enumerate(sizes):
-        start = 0 if group == 0 else int(new_ends[group - 1])
-        assert start % 32 == 0 and start + size <= new_ends[group] <= num_rows
-        wanted += range(start, start + size)
-    assert places.tolist() == wanted and new_ends[-1] == num_rows and num_rows % 32 == 0
+def placed_by_loops(chosen: Tensor, own: range, multiple: int) -> tuple[list[int], list[int]]:
+    """The choice of each row, -1 for none, and the groups' ends."""
+    choices, ends = [], []
+    for expert in own:
+        group = [number for number, choice in enumerate(chosen.flatten().tolist()) if choice == expert]
+        choices += group + [-1] * (-len(group) % multiple)
+        ends.append(len(choices))
+    return choices, ends
+
+
+@pytest.mark.parametrize("multiple", [1, 4])
+@pytest.mark.parametrize("own", [range(6), range(2), range(2, 5), range(5, 6)], ids=str)
+def test_choices_are_placed_by_expert_and_in_their_order(own: range, multiple: int) -> None:
+    chosen = torch.randn(23, 6, generator=torch.Generator().manual_seed(0)).topk(2).indices
+    chosen[chosen == 3] = 5  # an expert without tokens
+    choices, ends = placed_by_loops(chosen, own, multiple)
+    placement = place(chosen, own, 6, multiple)
+    num_rows = len(placement.choices)
+    if len(own) == 6 and multiple > 1:
+        assert num_rows == 48 + 6 * multiple and placement.ends[-1] == num_rows, "known before choices are"
+        choices += [-1] * (num_rows - len(choices))
+        ends[-1] = num_rows
+    assert placement.ends.tolist() == ends
+    assert placement.choices.tolist() == [choice if choice >= 0 else chosen.numel() for choice in choices]
+    for choice, row in enumerate(placement.rows.flatten().tolist()):
+        assert row == (choices.index(choice) if choice in choices else num_rows)
+
+
+@pytest.mark.parametrize("own", [range(E), range(1, 3), range(3, 4)], ids=str)
+def test_moved_rows_and_their_gradient_equal_indexing(own: range) -> None:
+    chosen = torch.randn(B * T, E, generator=torch.Generator().manual_seed(0)).topk(K).indices
+    chosen[chosen == 3] = 4  # so that the only expert of one case has no rows
+    placement = place(chosen, own, E, multiple=4)
+    x = random_states().flatten(0, 1).requires_grad_()
+    with_zero = torch.cat([x, x.new_zeros(1, D)])
+    moved = move_rows(x, placement.choices // K, placement.rows)
+    expected = with_zero[placement.choices // K]
+    assert torch.equal(moved, expected)
+    upstream = torch.randn(moved.shape, generator=torch.Generator().manual_seed(1)).double()
+    torch.testing.assert_close(*(torch.autograd.grad(out, x, upstream)[0] for out in (moved, expected)))
+    back = move_rows(moved, placement.rows.flatten(), placement.choices[:, None])
+    is_own = ((chosen >= own.start) & (chosen < own.stop)).flatten()
+    assert torch.equal(back, x.repeat_interleave(K, 0) * is_own[:, None])
+    assert torch.autograd.gradcheck(
+        lambda rows: move_rows(rows, placement.rows.flatten(), placement.choices[:, None]),
+        moved.detach().requires_grad_(),
+    )
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,13 @@ Face's own convention differs twice (k at balance, layers pooled) and is :func:`
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 
 from gatelab.gates.linear import Linear
 from gatelab.model.feedforward import FeedForward
@@ -77,32 +78,8 @@ class Experts(nn.Module):
 
     def forward(self, x: Float[Tensor, "M D"], ends: Int[Tensor, "E"]) -> Float[Tensor, "M D"]:
         """Rows of ``x`` are sorted by expert; expert e takes those from ``ends[e - 1]`` up to ``ends[e]``."""
-        is_few = len(x) < len(ends) * _MULTIPLE  # as in decoding, where rounding would add more rows than there are
-        if is_few or x.dtype != torch.bfloat16 or x.device.type != "cpu":
-            return self._feed_forward(x, ends)
-        places, ends, num_rows = round_groups(ends, len(x))
-        spread = x.new_zeros(num_rows, x.shape[1]).index_copy(0, places, x)
-        return self._feed_forward(spread, ends).index_select(0, places)
-
-    def _feed_forward(self, x: Float[Tensor, "M D"], ends: Int[Tensor, "E"]) -> Float[Tensor, "M D"]:
         gate, up = grouped_linear(x, self.gate_up_proj.to(x.dtype), ends).chunk(2, dim=-1)
         return grouped_linear(F.silu(gate) * up, self.down_proj.to(x.dtype), ends)
-
-
-def round_groups(ends: Int[Tensor, "E"], num_rows: int) -> tuple[Int[Tensor, " M"], Int[Tensor, "E"], int]:
-    """Where each of so many rows goes when groups grow to multiples of 32 rows; the groups' new ends; rows in all.
-
-    A CPU's kernel for bfloat16 is made for each number of rows that it meets, which takes longer than the product; of
-    rounded numbers there are few. The last group takes what is left over, so that sizes are known in advance.
-    """
-    rows = torch.arange(num_rows, device=ends.device, dtype=ends.dtype)
-    starts = F.pad(ends[:-1], (1, 0))
-    room = (ends - starts + _MULTIPLE - 1) // _MULTIPLE * _MULTIPLE
-    total = -(-num_rows // _MULTIPLE) * _MULTIPLE + len(ends) * _MULTIPLE
-    inner_ends = room[:-1].cumsum(0).to(ends.dtype)
-    shift = F.pad(inner_ends, (1, 0)) - starts
-    places = (rows + shift[torch.searchsorted(ends, rows, right=True)]).long()
-    return places, F.pad(inner_ends, (0, 1), value=total), total
 
 
 def grouped_linear(
@@ -125,6 +102,89 @@ def _grouped_linear_outside_graphs(x: Tensor, weight: Tensor, ends: Tensor, has_
         return F.grouped_mm(x, weight.transpose(1, 2), offs=ends)
     groups = torch.tensor_split(x, ends[:-1].long().cpu())
     return torch.cat([F.linear(group, expert) for group, expert in zip(groups, weight, strict=True)])
+
+
+def weighted_sum_of_experts(
+    experts: Experts,
+    tokens: Float[Tensor, "N D"],
+    weights: Float[Tensor, "N k"],
+    chosen: Int[Tensor, "N k"],
+    own: range,
+    num_experts: int,
+) -> Float[Tensor, "N D"]:
+    """Each token's sum of its ``chosen`` experts times their ``weights``, counting those numbered ``own`` alone.
+
+    ``experts`` has these and no others of the ``num_experts``; a token that chose none of them gets 0.
+    """
+    is_rounded = tokens.device.type == "cpu" and tokens.dtype == torch.bfloat16
+    multiple = _MULTIPLE if is_rounded and chosen.numel() >= len(own) * _MULTIPLE else 1
+    placement = place(chosen, own, num_experts, multiple)
+    tokens_of_rows = placement.choices // chosen.shape[1]
+    outputs = experts(move_rows(tokens, tokens_of_rows, placement.rows), placement.ends)
+    of_choices = move_rows(outputs, placement.rows.flatten(), placement.choices[:, None])
+    return (of_choices.unflatten(0, chosen.shape) * weights[..., None]).sum(1)
+
+
+class Placement(NamedTuple):
+    """Rows sorted by expert. Of N k choices, numbered token by token, row r serves ``choices[r]``, or none if N k.
+
+    Choice (n, i) is served by row ``rows[n, i]``, or by none if R. Expert e has the rows from ``ends[e - 1]`` up to
+    ``ends[e]``.
+    """
+
+    choices: Int[Tensor, " R"]
+    rows: Int[Tensor, "N k"]
+    ends: Int[Tensor, "E"]
+
+
+def place(chosen: Int[Tensor, "N k"], own: range, num_experts: int, multiple: int = 1) -> Placement:
+    """A row for each choice of an expert in ``own``, in the order of tokens, and rows for none at each group's end.
+
+    They make each group a multiple of so many rows. A CPU's kernel for bfloat16 is made for each number of rows that it
+    meets, which takes longer than the product; of rounded numbers there are few. Where all experts are own, the last
+    group takes what is left over of a number of rows that is known in advance.
+    """
+    num_choices, num_own = chosen.numel(), len(own)
+    groups = chosen.flatten() - own.start
+    groups = torch.where((groups < 0) | (groups >= num_own), num_own, groups)
+    sorted_groups, order = groups.sort(stable=True)
+    ends = torch.searchsorted(sorted_groups, torch.arange(num_own, device=chosen.device), right=True)
+    starts = F.pad(ends[:-1], (1, 0))
+    new_ends = ((ends - starts + multiple - 1) // multiple * multiple).cumsum(0)
+    if num_own == num_experts:
+        num_rows = num_choices if multiple == 1 else -(-num_choices // multiple) * multiple + num_own * multiple
+        new_ends = F.pad(new_ends[:-1], (0, 1), value=num_rows)
+    else:
+        num_rows = int(new_ends[-1])
+    shift = F.pad(F.pad(new_ends[:-1], (1, 0)) - starts, (0, 1), value=num_rows + num_choices)
+    rows_of_sorted = (torch.arange(num_choices, device=chosen.device) + shift[sorted_groups]).clamp(max=num_rows)
+    rows = torch.empty_like(order).scatter(0, order, rows_of_sorted)
+    choices = order.new_full((num_rows + 1,), num_choices).scatter(0, rows_of_sorted, order)[:num_rows]
+    return Placement(choices, rows.view_as(chosen), new_ends.to(torch.int32))
+
+
+def move_rows(x: Float[Tensor, "R D"], sources: Int[Tensor, " M"], readers: Int[Tensor, "R j"]) -> Float[Tensor, "M D"]:
+    """Row m is ``x[sources[m]]``, or 0 where that is R; ``readers[r]`` are the rows m that read row r, or M for none.
+
+    Its gradient sums over readers in their order: indexing's own would not know them, and sort to find them.
+    """
+    return _MoveRows.apply(x, sources, readers)  # type: ignore[no-any-return]
+
+
+class _MoveRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, sources: Tensor, readers: Tensor) -> Tensor:  # type: ignore[override]
+        ctx.save_for_backward(readers)
+        return _rows_or_zero(x, sources)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        (readers,) = ctx.saved_tensors
+        return _rows_or_zero(gradient, readers.flatten()).unflatten(0, readers.shape).sum(1), None, None
+
+
+def _rows_or_zero(x: Float[Tensor, "R D"], places: Int[Tensor, " M"]) -> Float[Tensor, "M D"]:
+    return F.pad(x, (0, 0, 0, 1))[places]
 
 
 @runtime_checkable
@@ -194,12 +254,7 @@ class MixtureOfExperts(nn.Module):
         self, tokens: Float[Tensor, "N D"], weights: Float[Tensor, "N k"], experts: Int[Tensor, "N k"]
     ) -> Float[Tensor, "N D"]:
         num_experts = self.gate.out_features
-        sorted_experts, order = experts.flatten().sort(stable=True)
-        ends = torch.searchsorted(sorted_experts, torch.arange(num_experts, device=tokens.device), right=True)
-        rows = tokens[order // self.experts_per_token]
-        outputs = self.experts(rows, ends.to(torch.int32))
-        outputs = outputs[order.argsort()].unflatten(0, experts.shape)
-        return (outputs * weights[..., None]).sum(1)
+        return weighted_sum_of_experts(self.experts, tokens, weights, experts, range(num_experts), num_experts)
 
 
 def _statistics(

@@ -7,12 +7,11 @@ the same tokens and need neither.
 
 from __future__ import annotations
 
-import torch
 import torch.distributed as dist
 from jaxtyping import Float, Int
 from torch import Tensor
 
-from gatelab.model.moe import Experts
+from gatelab.model.moe import Experts, weighted_sum_of_experts
 from gatelab.train.parallel.collectives import enter, join, leave, share_out
 
 
@@ -27,7 +26,8 @@ def share_experts_of_own_tokens(
 ) -> Float[Tensor, "N D"]:
     """The mixture's output where each rank has tokens of its own, equally many."""
     tokens, weights, chosen = (join(tensor, 0, group) for tensor in (tokens, weights, chosen))
-    return share_out(own_experts(experts, tokens, weights, chosen, _own(num_experts, group)), 0, group)
+    part = weighted_sum_of_experts(experts, tokens, weights, chosen, _own(num_experts, group), num_experts)
+    return share_out(part, 0, group)
 
 
 def share_experts_of_tokens_of_all(
@@ -40,24 +40,9 @@ def share_experts_of_tokens_of_all(
     group: dist.ProcessGroup,
 ) -> Float[Tensor, "N D"]:
     """The mixture's output where all ranks have the same tokens."""
-    part = own_experts(experts, enter(tokens, group), enter(weights, group), chosen, _own(num_experts, group))
+    tokens, weights = enter(tokens, group), enter(weights, group)
+    part = weighted_sum_of_experts(experts, tokens, weights, chosen, _own(num_experts, group), num_experts)
     return leave(part, group)
-
-
-def own_experts(
-    experts: Experts,
-    tokens: Float[Tensor, "N D"],
-    weights: Float[Tensor, "N k"],
-    chosen: Int[Tensor, "N k"],
-    own: range,
-) -> Float[Tensor, "N D"]:
-    """The weighted sum of the experts ``own``, which this rank has; 0 for tokens that chose none of them."""
-    sorted_experts, order = chosen.flatten().sort(stable=True)
-    bounds = torch.searchsorted(sorted_experts, torch.arange(own.start, own.stop + 1, device=tokens.device))
-    routes = order[bounds[0] : bounds[-1]]
-    rows = routes // chosen.shape[1]
-    outputs = experts(tokens[rows], (bounds[1:] - bounds[0]).to(torch.int32))
-    return torch.zeros_like(tokens).index_add(0, rows, outputs * weights.flatten()[routes, None])
 
 
 def _own(num_experts: int, group: dist.ProcessGroup) -> range:
