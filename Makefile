@@ -9,9 +9,15 @@ TEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses 2 --dist loadfile
 demo: $(VENV)/.runtime
 	$(BIN)/gatelab demo
 
+# Parts whose functions state shapes are tested with these checked, but for what is compiled or started as a program.
+CHECKED := tests/gates tests/model tests/diagnose tests/train
+SHAPES := --jaxtyping-packages=gatelab.gates,gatelab.model,gatelab.diagnose,gatelab.train,beartype.beartype
+HERE := not long and not network and not peer and not gpu
+
 test: $(VENV)/.development check
-	$(TEST) -m "not long and not network and not peer and not gpu"
-	$(TEST) --jaxtyping-packages=gatelab.gates,gatelab.model,gatelab.diagnose,gatelab.train,beartype.beartype -m "not compile and not network and not peer and not gpu and not slow and not long" tests/gates tests/model tests/diagnose tests/train
+	$(TEST) -m "$(HERE) and not compile and not slow" $(SHAPES) $(CHECKED)
+	$(TEST) -m "$(HERE) and (compile or slow)" $(CHECKED)
+	$(TEST) -m "$(HERE)" tests $(addprefix --ignore=,$(CHECKED))
 
 long: $(VENV)/.development
 	$(TEST) -m long

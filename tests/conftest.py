@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 
 from chromium import Chromium, OpenedPage, find_chromium
+from command_line import Command, command_in_process
 
 
 @pytest.fixture(scope="session")
@@ -31,3 +33,10 @@ def open_page(chromium: Chromium) -> Iterator[Callable[..., OpenedPage]]:
     yield open_
     for page in opened:
         page.close()
+
+
+@pytest.fixture
+def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
+    """``command(*words)`` runs ``gatelab`` in an empty folder; gives exit code, output and errors."""
+    monkeypatch.chdir(tmp_path)
+    return command_in_process(monkeypatch, capsys)

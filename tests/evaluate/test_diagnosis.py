@@ -5,22 +5,19 @@ from __future__ import annotations
 import csv
 import json
 import shutil
-import sys
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
 from tiny_models import write_text
 
-from gatelab.cli import main
+from command_line import Command
 from gatelab.diagnose.page import diagnosis_page
 from gatelab.diagnose.results import COLUMNS, NamedResult
 from gatelab.evaluate.diagnosis import Diagnosis, Examination, diagnose, write_diagnosis
 from gatelab.evaluate.texts import file_text
 from gatelab.report import folder as report_folder
 from gatelab.report.page import render
-
-Command = Callable[..., tuple[object, str, str]]
 
 
 @pytest.fixture(scope="module")
@@ -156,24 +153,16 @@ def test_clamping_needs_gates(llama: Path, text: Path, tmp_path: Path) -> None:
 
 
 @pytest.fixture
-def command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Command:
-    """``command(*words)`` runs ``gatelab diagnose`` in an empty folder; gives exit code, output and errors."""
-    monkeypatch.chdir(tmp_path)
+def diagnose_command(command: Command, monkeypatch: pytest.MonkeyPatch) -> Command:
+    """``gatelab diagnose`` without its charts as files."""
     monkeypatch.setattr(report_folder, "save_chart", lambda chart, stem: None)
-
-    def run_command(*words: str) -> tuple[object, str, str]:
-        monkeypatch.setattr(sys, "argv", ["gatelab", "diagnose", *words])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return ended.value.code, *capsys.readouterr()
-
-    return run_command
+    return partial(command, "diagnose")
 
 
 def test_the_command_prints_the_verdict_the_floor_and_the_page(
-    run: Path, text: Path, tmp_path: Path, command: Command
+    run: Path, text: Path, tmp_path: Path, diagnose_command: Command
 ) -> None:
-    code, output, errors = command(str(run), "--text", str(text), "--samples", "1")
+    code, output, errors = diagnose_command(str(run), "--text", str(text), "--samples", "1")
     assert code == 0, errors
     lines = output.splitlines()
     assert lines[0] == "run" and lines[1].startswith("Sink: no, 0 % of heads above 0.3; mean ")
@@ -183,7 +172,9 @@ def test_the_command_prints_the_verdict_the_floor_and_the_page(
     assert f"gatelab diagnose {run} --text {text} --samples 1" in page.read_text()
 
 
-def test_bad_input_is_one_sentence_and_exit_code_2(run: Path, text: Path, tmp_path: Path, command: Command) -> None:
+def test_bad_input_is_one_sentence_and_exit_code_2(
+    run: Path, text: Path, tmp_path: Path, diagnose_command: Command
+) -> None:
     short = write_text(tmp_path / "short.txt", num_sentences=1)
     cases = {
         (str(run), "--compare", str(run), "--text", str(text)): "would be compared with itself",
@@ -194,7 +185,7 @@ def test_bad_input_is_one_sentence_and_exit_code_2(run: Path, text: Path, tmp_pa
         (str(tmp_path / "nothing"), "--text", str(text)): "GateLab run folder",
     }
     for words, message in cases.items():
-        code, output, errors = command(*words)
+        code, output, errors = diagnose_command(*words)
         assert (code, output) == (2, "")
         assert message in errors and len(errors.strip().splitlines()) == 1, errors
     assert not (tmp_path / "runs").exists()
