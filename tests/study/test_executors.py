@@ -116,6 +116,22 @@ def test_killed_driver_and_killed_worker_lose_and_double_nothing(
     assert changed == {one.folder: (folder / one.folder / "result.json").stat().st_mtime_ns for one in results}
 
 
+@pytest.mark.slow
+def test_one_worker_runs_job_after_job_and_ends_by_itself(
+    uninterrupted: list[JobResult], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, started = subprocess.Popen, []
+
+    def popen(*arguments: object, **options: object) -> subprocess.Popen[bytes]:
+        started.append(real(*arguments, **options))  # type: ignore[call-overload]
+        return started[-1]
+
+    monkeypatch.setattr("gatelab.study.executors.subprocess.Popen", popen)
+    results = conduct(long_study(), tmp_path / "study", tmp_path / "cache", Processes(1))
+    assert_whole(results, uninterrupted, tmp_path / "study")
+    assert [worker.returncode for worker in started] == [0] and len(results) > 1
+
+
 @needs_proc
 @pytest.mark.slow
 def test_a_local_ray_cluster_loses_a_worker(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -54,13 +55,11 @@ def text_study(folder: Path, *words: str, **changes: Any) -> Study:
 
 def pid_working_in(folder: Path, seconds: float = 60.0) -> int:
     """The process that has the metrics of a job's folder open, waited for."""
-    until = time.monotonic() + seconds
+    until, file = time.monotonic() + seconds, (folder / "metrics.jsonl").resolve()
     while time.monotonic() < until:
-        for link in Path("/proc").glob("[0-9]*/fd/*"):
-            try:
-                if link.readlink() == (folder / "metrics.jsonl").resolve():
-                    return int(link.parts[2])
-            except OSError:
-                continue
+        for process in Path("/proc").glob("[0-9]*"):
+            with suppress(OSError):  # it, or its file, is gone by now
+                if any(link.readlink() == file for link in (process / "fd").iterdir()):
+                    return int(process.name)
         time.sleep(0.02)
     raise AssertionError(f"nobody works in {folder}")

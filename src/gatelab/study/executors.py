@@ -10,6 +10,7 @@ import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple, Protocol
@@ -73,7 +74,7 @@ class _Ticking(Watch):
 
 
 class Processes:
-    """Tasks side by side, each in a process with one thread on a core of its own.
+    """Tasks side by side, in processes with one thread and a core of their own.
 
     On two cores that is faster together than one run on both. A worker that is killed is started again, up to three
     times for a task, and goes on from its last checkpoint; when this process is killed, its workers end.
@@ -103,6 +104,8 @@ class Processes:
                 for core, worker in list(workers.items()):
                     status = worker.exit_status()
                     if status is None:
+                        if is_finished(worker.task.folder):
+                            worker.begin(waiting.popleft()) if waiting else worker.end()
                         continue
                     errors = worker.errors()
                     workers.pop(core).stop()
@@ -118,10 +121,11 @@ class Processes:
 
 
 class _Worker:
-    """A process that runs one task."""
+    """A process that runs one task after another, so that it imports, and learns to compile, once."""
 
     def __init__(self, task: Task, core: int):
-        self.task = task
+        self._core = core
+        self._is_ending = False
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 (closed by stop)
         self._process = subprocess.Popen(
             [sys.executable, "-m", "gatelab.study.worker"],
@@ -130,17 +134,34 @@ class _Worker:
             stderr=self._errors,
             env=os.environ | ONE_THREAD,
         )
+        self.begin(task)
+
+    def begin(self, task: Task) -> None:
+        """Give it a task, once those before are finished."""
+        self.task = task
+        self._errors.seek(0)
+        self._errors.truncate()
         job = {"settings": task.settings.to_mapping(), "folder": str(task.folder), "cache": str(task.cache)}
+        self._write(json.dumps(job | {"core": self._core}))
+
+    def end(self) -> None:
+        """Have it end once its task has returned."""
+        if not self._is_ending:
+            self._is_ending = True
+            self._write("")
+
+    def _write(self, line: str) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(job | {"core": core}).encode() + b"\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has just died, which its exit status will say
+            self._process.stdin.write(line.encode() + b"\n")
+            self._process.stdin.flush()
 
     def exit_status(self) -> int | None:
         """``None`` while it runs."""
         return self._process.poll()
 
     def errors(self) -> str:
-        """What it wrote to standard error."""
+        """What it wrote to standard error in its last task."""
         self._errors.seek(0)
         return self._errors.read().decode(errors="replace").strip()
 
