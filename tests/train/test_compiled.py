@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_runs import Recording, assert_same_run, tiny_model, tiny_run
+from torch import Tensor
 
 from gatelab.gates.variants import VARIANTS
 from gatelab.model.decoder import Decoder
@@ -89,3 +90,27 @@ def test_layers_of_one_kind_share_a_graph(graphs: list[Any]) -> None:
     compilation.compile_layers(decoder)
     decoder(torch.zeros(2, 19, dtype=torch.long))
     assert len(graphs) == 2
+
+
+@pytest.mark.slow
+def test_an_elementwise_gate_keeps_its_logits_alone_for_the_backward_pass() -> None:
+    """Its product with the output is taken again for the gradient of the projection that reads it."""
+    kept = {}
+    for gate in ("none", "sdpa_elementwise"):
+        settings = tiny_run("train.compile=true", "train.precision=bfloat16", gate=gate)
+        decoder, _ = build(settings, compiled=True)
+        own = {parameter.data_ptr() for parameter in decoder.parameters()}
+        sizes: dict[int, int] = {}
+
+        def keep(tensor: Tensor, own: set[int] = own, sizes: dict[int, int] = sizes) -> Tensor:
+            if tensor.data_ptr() not in own and tensor.dtype == torch.bfloat16:
+                sizes[tensor.data_ptr()] = tensor.numel()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            state = decoder.hidden(torch.zeros(3, settings.data.context, dtype=torch.long)).state
+        kept[gate] = sum(sizes.values())
+        state.sum().backward()
+    model, tokens = settings.model, 3 * settings.data.context
+    of_a_layer = tokens * model.num_heads * model.head_size
+    assert kept["sdpa_elementwise"] - kept["none"] == model.num_layers * of_a_layer

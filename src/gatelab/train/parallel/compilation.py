@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -36,9 +37,12 @@ def compile_layers(decoder: Decoder) -> None:
     """Compile each layer by itself: all layers of a kind share one graph, so a deep model costs one compilation.
 
     What was compiled before in this process is forgotten, because PyTorch keeps eight graphs of one function and would
-    run the ninth decoder of a study uncompiled. Attention on a CPU is computed by :func:`attention_kernel`.
+    run the ninth decoder of a study uncompiled. Attention on a CPU is computed by :func:`attention_kernel`. What is
+    made of saved tensors without a matrix product, as a gated output or a SwiGLU's, is made again for the gradient of
+    the projection that reads it: PyTorch would save it too, a third more to keep.
     """
     torch.compiler.reset()
+    functorch_config.ban_recompute_materialized_backward = False
     if decoder.model.embed_tokens.weight.device.type == "cpu":
         for attention in decoder.modules():
             if isinstance(attention, GatedAttention):
