@@ -62,8 +62,8 @@ def contenders(shape: dict[str, int], compiled: bool, peers: Path | None) -> Ite
     yield Contender(OURS, "gatelab_decoder", common | {"words": [GATE]})
     yield Contender("GateLab, ungated", "gatelab_decoder", common | {"words": []})
     if compiled:
-        plain = common | {"words": [GATE], "plain_attention": True}
-        yield Contender("GateLab, gated, PyTorch's attention", "gatelab_decoder", plain)
+        for trick, without in (("PyTorch's attention", "plain_attention"), ("products kept", "kept_products")):
+            yield Contender(f"{OURS}, {trick}", "gatelab_decoder", common | {"words": [GATE], without: True})
     for name, module, gated in (
         (BASELINE, "transformers_qwen3", True),
         ("transformers Qwen3", "transformers_qwen3", False),

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch._functorch.config as functorch_config
+
 from contenders.training import random_batch
 from gatelab.data.loader import Batch
 from gatelab.model.attention import GatedAttention, fused_attention
@@ -32,13 +34,19 @@ def run_settings(settings: Mapping[str, Any]) -> RunSettings:
 
 
 def prepare(settings: Mapping[str, Any]) -> Callable[[], dict[str, float]]:
-    """One step on one batch, over and over; ``settings["plain_attention"]`` leaves attention to PyTorch's kernel."""
+    """One step on one batch, over and over.
+
+    ``settings["plain_attention"]`` leaves attention to PyTorch's kernel, and ``settings["kept_products"]`` what is kept
+    for the backward pass to PyTorch's heuristic.
+    """
     run = run_settings(settings)
     decoder, sum_of_nats = build(run, settings["compile"])
     if settings.get("plain_attention"):
         for module in decoder.modules():
             if isinstance(module, GatedAttention):
                 module.kernel = fused_attention
+    if settings.get("kept_products"):
+        functorch_config.ban_recompute_materialized_backward = True
     optimizer = build_optimizer(decoder, run.train.optimizer)
     set_learning_rate(optimizer, 1.0)
     batch = Batch(*random_batch(settings["shape"]))
