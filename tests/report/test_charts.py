@@ -127,6 +127,7 @@ def test_whole_numbers_have_no_ticks_between_them(tmp_path: Path) -> None:
 
 def test_a_logarithmic_axis_has_readable_ticks() -> None:
     assert style.log_ticks([3.0, 40.0]) == [1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0]
+    assert style.log_ticks([1030.0, 1114.4]) == [1030.0, 1070.0, 1110.0], "an axis without numbers says nothing"
     assert style.log_ticks([0.002, 40.0]) == pytest.approx([1e-3, 1e-2, 1e-1, 1.0, 10.0, 100.0])
 
 

@@ -161,10 +161,17 @@ def scale_of(values: Sequence[float], *, log: bool = False, **options: Any) -> a
 
 
 def log_ticks(values: Sequence[float]) -> list[float]:
-    """Ticks 1, 2 and 5 of each power of ten between positive values; powers alone where those are more than three."""
-    low, high = math.floor(math.log10(min(values))), math.ceil(math.log10(max(values)))
+    """Ticks 1, 2 and 5 of each power of ten around positive values; powers alone where those are more than three.
+
+    Where fewer than two of them lie between the values, their ends and middle, to three digits.
+    """
+    least, most = min(values), max(values)
+    low, high = math.floor(math.log10(least)), math.ceil(math.log10(most))
     steps = (1, 2, 5) if high - low <= 3 else (1,)
-    return [step * 10.0**power for power in range(low, high + 1) for step in steps]
+    ticks = [step * 10.0**power for power in range(low, high + 1) for step in steps]
+    if sum(least <= tick <= most for tick in ticks) < 2:
+        return [float(f"{tick:.3g}") for tick in (least, math.sqrt(least * most), most)]
+    return ticks
 
 
 def scale_format(column: Column) -> dict[str, Any]:
