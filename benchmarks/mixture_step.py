@@ -30,6 +30,7 @@ from mixture_step_page import mixture_step_page, table_of
 from rich.console import Console
 from side_by_side import (
     Contender,
+    apart_from_limit,
     command_line,
     limit_share,
     limit_speeds,
@@ -90,8 +91,7 @@ def work_of(contender: Contender, mixture: Mapping[str, int]) -> dict[str, Any]:
 
 def found_in(entries: list[Contender], measured: list[dict[str, Any]], mixture: Mapping[str, int]) -> dict[str, Any]:
     """What every contender reached, and the goals."""
-    limit = next(row for row in measured if row["name"] == "limit")
-    running = [row for row in measured if row["name"] != "limit"]
+    limit, running = apart_from_limit(measured)
     over_dense, over_mixture = ratios(running, DENSE), ratios(running, MIXTURE)
     by_name = {entry.name: entry for entry in entries}
     rows = []

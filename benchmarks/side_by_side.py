@@ -109,6 +109,12 @@ def ratios(rows: Sequence[Mapping[str, Any]], baseline: str) -> dict[str, dict[s
     return {row["name"]: median_ratio(row["seconds"], base)._asdict() for row in rows}
 
 
+def apart_from_limit(rows: Sequence[dict[str, Any]]) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """The row of the bare products, a contender named "limit", and the others."""
+    limit = next(row for row in rows if row["name"] == "limit")
+    return limit, [row for row in rows if row is not limit]
+
+
 def limit_speeds(limit: Mapping[str, Any]) -> list[float]:
     """FLOPs a second of the bare products (``contenders/peak.py``) in each round."""
     return [limit["figures"]["flops"] / seconds for seconds in limit["seconds"]]

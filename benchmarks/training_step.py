@@ -26,6 +26,7 @@ from peers import PEERS, python_of
 from rich.console import Console
 from side_by_side import (
     Contender,
+    apart_from_limit,
     command_line,
     limit_share,
     limit_speeds,
@@ -83,8 +84,7 @@ def rows_of(shape_name: str, given: argparse.Namespace) -> list[dict[str, Any]]:
     shape, console = SHAPES[shape_name], Console()
     entries = list(contenders(shape, not given.eager, given.peers))
     measured = measure(entries, given.rounds, given.threads, given.allocator, watch=console.print)
-    limit = next(row for row in measured if row["name"] == "limit")
-    running = [row for row in measured if row is not limit]
+    limit, running = apart_from_limit(measured)
     over_baseline, over_ours = ratios(running, BASELINE), ratios(running, OURS)
     run = run_settings({"shape": shape, "words": [GATE]})
     flops = flops_per_token_training(run.model, shape["context"]) * run.tokens_per_step
