@@ -8,7 +8,7 @@ from tiny_decoders import ARCHITECTURES, MIXTURE, tiny_decoder, tiny_settings, t
 
 from gatelab.gates.variants import VARIANTS
 from gatelab.model.decoder import Decoder
-from gatelab.model.fused.packed_weights import can_pack, packed_weights
+from gatelab.model.fused.packed_weights import can_pack, packed_weights, repays_packing
 from gatelab.model.settings import ModelSettings
 
 CPU = torch.device("cpu")
@@ -72,3 +72,21 @@ def test_what_reads_float32_in_a_bfloat16_pass_still_does() -> None:
 def test_float64_is_left_alone() -> None:
     plain, packed = plain_and_packed(tiny_decoder(tiny_settings("sdpa_elementwise"), torch.float64))
     assert torch.equal(plain, packed)
+
+
+@pytest.mark.parametrize(
+    ("processor", "dtype", "num_steps", "repays"),
+    [
+        ("Intel Xeon", torch.float32, 64, False),
+        ("Intel Xeon", torch.bfloat16, 64, True),
+        ("AMD EPYC", torch.float32, 64, True),
+        ("AMD EPYC", torch.float32, 2, False),
+    ],
+)
+def test_where_plain_weights_are_read_faster_they_stay(
+    processor: str, dtype: torch.dtype, num_steps: int, repays: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"cpu_name": processor})
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    decoder = tiny_decoder(tiny_settings("sdpa_elementwise"), dtype)
+    assert repays_packing(decoder, num_steps) is repays

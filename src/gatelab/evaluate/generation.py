@@ -14,11 +14,10 @@ from gatelab.data.tokenizer import Tokenizer
 from gatelab.evaluate.models import OpenedModel
 from gatelab.model.cache import KVCache
 from gatelab.model.decoder import Decoder
-from gatelab.model.fused.packed_weights import packed_weights
+from gatelab.model.fused.packed_weights import packed_weights, repays_packing
 from gatelab.model.masks import PADDING
 
 PREFILL_CHUNK = 512
-WORTH_PACKING = 16  # new tokens from which on faster steps repay what packing the weights takes
 
 
 class Batch(NamedTuple):
@@ -106,7 +105,7 @@ def _decode(
     stops = torch.tensor(sorted(stop_ids), dtype=torch.int64, device=batch.ids.device)
     stopped = torch.zeros(num_rows, 1, dtype=torch.bool, device=batch.ids.device)
     chosen: list[Tensor] = []
-    with packed_weights(decoder, num_rows) if max_new_tokens >= WORTH_PACKING else nullcontext():
+    with packed_weights(decoder, num_rows) if repays_packing(decoder, max_new_tokens) else nullcontext():
         while True:
             chosen.append(decoder.logits(state).argmax(dim=-1))
             stopped |= torch.isin(chosen[-1], stops)

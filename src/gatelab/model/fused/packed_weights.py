@@ -1,8 +1,8 @@
 """Decoding with weights in the layout that the processor's kernels read best (oneDNN's).
 
 A step of decoding multiplies a few rows with every weight, so it lasts as long as reading the weights does, and from
-plain row-major weights the kernels read at half the speed or less. ``benchmarks/generation.py`` measures decoding with
-both; ``gatelab.gates.linear.Linear`` is the plain twin.
+plain row-major weights most kernels read at half the speed or less. ``benchmarks/generation.py`` measures decoding;
+``gatelab.gates.linear.Linear`` is the plain twin.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from gatelab.gates.linear import Linear
 from gatelab.model.decoder import Decoder
 
 Product = Callable[..., Tensor]
+_WORTH_PACKING = 16  # steps from which on what each of them gains repays the packing
 
 
 @contextmanager
@@ -28,7 +29,7 @@ def packed_weights(decoder: Decoder, num_rows: int) -> Iterator[None]:
     as much memory again; making them takes as long as a few steps of decoding. Nothing changes off the CPU, in other
     dtypes than float32 and bfloat16, and for experts.
     """
-    dtype = decoder.activation_dtype or decoder.model.embed_tokens.weight.dtype
+    dtype = _activations(decoder)
     if not can_pack(decoder.model.embed_tokens.weight.device, dtype):
         yield
         return
@@ -58,6 +59,20 @@ def can_pack(device: torch.device, dtype: torch.dtype) -> bool:
     if device.type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     return dtype == torch.float32 or (dtype == torch.bfloat16 and torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def repays_packing(decoder: Decoder, num_steps: int) -> bool:
+    """Whether so many steps of decoding are faster with packed weights, the packing included.
+
+    Not in float32 on one of Intel's processors, whose library for it (MKL) reads plain weights up to 1.3 times as fast.
+    """
+    name = torch.cpu.get_capabilities().get("cpu_name", "")
+    at_home = torch.backends.mkl.is_available() and str(name).startswith("Intel")
+    return num_steps >= _WORTH_PACKING and not (at_home and _activations(decoder) == torch.float32)
+
+
+def _activations(decoder: Decoder) -> torch.dtype:
+    return decoder.activation_dtype or decoder.model.embed_tokens.weight.dtype
 
 
 def _packed(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, num_rows: int, plain: Product) -> Product:
