@@ -95,7 +95,7 @@ class StudyObserver:
         self._status = status
         if self._live.is_started:
             self._live.refresh()
-        elif self._clock() >= self._next_line or status.seconds_left == 0:
+        elif self._clock() >= self._next_line or status.is_over:
             self._next_line = self._clock() + self._line_every_seconds
             self.message(status.summary())
 

@@ -46,18 +46,30 @@ class StudyStatus(NamedTuple):
         """The number of jobs in this state."""
         return sum(job.state == state for job in self.jobs)
 
+    @property
+    def is_over(self) -> bool:
+        """Whether no job is left to run."""
+        return not self.count("running") and not self.count("waiting")
+
     def summary(self) -> str:
         """One line: the number of jobs in each state, and the time left in minutes."""
         states: tuple[State, ...] = ("done", "diverged", "running", "waiting")
         counts = ", ".join(f"{self.count(state)} {state}" for state in states)
-        left = "" if self.seconds_left is None else f", about {self.seconds_left / 60:,.0f} min left"
-        return f"{self.name}: {counts} of {len(self.jobs)} jobs{left}"
+        return f"{self.name}: {counts} of {len(self.jobs)} jobs{self._left()}"
+
+    def _left(self) -> str:
+        if self.seconds_left is None or self.is_over:
+            return ""
+        if self.seconds_left < 60:
+            return ", less than a minute left"
+        return f", about {self.seconds_left / 60:,.0f} min left"
 
 
 def status(folder: Path, num_workers: int | None = None) -> StudyStatus:
     """Where the study in a folder stands, also while another process runs it.
 
-    The time left assumes ``num_workers`` jobs side by side, as many as are running when ``None``. Raises ``ValueError``
+    The time left assumes ``num_workers`` jobs side by side, as many as are running when ``None``, and is that of the
+    longest job at least. Raises ``ValueError``
     for a folder without a study.
     """
     study = open_study(folder)
@@ -71,7 +83,8 @@ def status_of(
     known = _with_time_left([_job_status(job, folder / job.folder, is_driven) for job in jobs])
     lefts = [one.seconds_left for one in known]
     side_by_side = num_workers or max(1, sum(one.state == "running" for one in known))
-    left = None if None in lefts else sum(left or 0.0 for left in lefts) / side_by_side
+    known_lefts = [left for left in lefts if left is not None]
+    left = max([sum(known_lefts) / side_by_side, *known_lefts]) if len(known_lefts) == len(lefts) else None
     return StudyStatus(study.name, known, bool(study.learning_rates) and read_rates(folder) is None, left)
 
 

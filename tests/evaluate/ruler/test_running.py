@@ -26,7 +26,7 @@ from gatelab.evaluate.ruler.results import (
     comparison_note,
     depth_rows,
     interval_of,
-    mean_interval,
+    mean_of_intervals,
     mean_rows,
     score_table,
     write_results,
@@ -348,10 +348,10 @@ def test_wilson_s_interval_has_the_shares_at_whose_border_the_score_is() -> None
 
 def test_a_mean_of_equal_tasks_is_as_certain_as_all_their_samples() -> None:
     one = interval_of(50.0, 400)
-    mean = mean_interval([one] * 4)
+    mean = mean_of_intervals([one] * 4)
     assert mean.score == 50.0
     assert mean.high - mean.score == pytest.approx((one.high - 50.0) / 2)
-    assert mean_interval([one]) == pytest.approx(one)
+    assert mean_of_intervals([one]) == pytest.approx(one)
 
 
 def test_means_are_those_of_one_family_and_length(texts: Texts, answers: Answers, tmp_path: Path) -> None:

@@ -46,7 +46,7 @@ def interval_of(score: float, num_samples: int) -> Interval:
     return Interval(score, 100 * max(0.0, middle - half), 100 * min(1.0, middle + half))
 
 
-def mean_interval(parts: Sequence[Interval]) -> Interval:
+def mean_of_intervals(parts: Sequence[Interval]) -> Interval:
     """The plain mean of independent scores: each side is the root of the summed squares of theirs (Zou & Donner 2008,
     "Construction of confidence limits about effect measures")."""
     mean, number = fmean(part.score for part in parts), len(parts)
@@ -68,7 +68,7 @@ def mean_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
         asked = len({cell.task.name for cell in members})
         of_all = "" if asked == len(family) else f" of {len(family)}"
         for length in sorted({cell.asked.length for cell in members}):
-            mean = mean_interval([cell_interval(cell) for cell in members if cell.asked.length == length])
+            mean = mean_of_intervals([cell_interval(cell) for cell in members if cell.asked.length == length])
             rows.append({"tasks": f"mean of {asked}{of_all} {name}", "length": length, **mean._asdict()})
     return rows
 
