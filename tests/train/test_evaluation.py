@@ -218,3 +218,17 @@ def test_a_score_adds_up() -> None:
         "tokens": 3,
         "bytes": 4,
     }
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+@pytest.mark.parametrize("shape", [(2, 41, 4096), (3, 5, 200_000), (1, 0, 8)])
+def test_nats_of_a_few_tokens_at_a_time_are_those_of_all(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+    """With gradients all tokens are read at once; the bits are the same, the mark for "ignore" is known to both."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(shape, generator=generator).to(dtype)
+    targets = torch.randint(0, shape[2], shape[:2], generator=generator)
+    targets[:, 1::7] = IGNORED
+    at_once = token_nats(logits.clone().requires_grad_(), targets)
+    few = token_nats(logits, targets)
+    assert at_once.requires_grad and torch.equal(few, at_once)
+    assert bool((few[:, 1::7] == 0).all()) and few.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
