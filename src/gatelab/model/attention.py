@@ -104,18 +104,19 @@ def _single_query(
     mask: Bool[Tensor, "#B 1 1 S"] | None,
     scale: float | None,
 ) -> Float[Tensor, "B 1 H Cv"]:
-    """As a step of decoding asks it, in a fraction of the time that PyTorch's kernel for CPUs takes for one query.
+    """As a step of decoding asks it: in float32 at least, as PyTorch's kernel for CPUs is slow on one narrower query.
 
-    The heads that share a key head are its queries, so that it is read once for all of them. One alone is computed in
-    float32 at least: the kernel is several times as slow on one row of narrower numbers.
+    The heads that share a key head are its queries, so that it is read once for all of them.
     """
-    dtype, group = query.dtype, query.shape[2] // key.shape[2]
-    if group == 1:
-        query, key, value = (tensor.to(torch.promote_types(dtype, torch.float32)) for tensor in (query, key, value))
+    wide = torch.promote_types(query.dtype, torch.float32)
     output = F.scaled_dot_product_attention(
-        query[:, 0].unflatten(1, (-1, group)), key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask, scale=scale
+        query[:, 0].unflatten(1, (key.shape[2], -1)).to(wide),
+        key.transpose(1, 2).to(wide),
+        value.transpose(1, 2).to(wide),
+        attn_mask=mask,
+        scale=scale,
     )
-    return output.flatten(1, 2)[:, None].to(dtype)
+    return output.flatten(1, 2)[:, None].to(query.dtype)
 
 
 class GatedAttention(nn.Module):

@@ -129,6 +129,11 @@ class Decoder(nn.Module):
             "gatelab.model.decoder.with_rope(decoder, rope, max_context)"
         )
 
+    @property
+    def hidden_dtype(self) -> torch.dtype:
+        """That of the activations: ``activation_dtype``, or the embedding's."""
+        return self.activation_dtype or self.model.embed_tokens.weight.dtype
+
     def forward(
         self, ids: Int[Tensor, "B T"], documents: Int[Tensor, "B T"] | None = None, cache: KVCache | None = None
     ) -> Float[Tensor, "B T V"]:
@@ -190,8 +195,7 @@ class Decoder(nn.Module):
     def _rotation(self, rope: RopeSettings | None, positions: Tensor) -> Rotation | None:
         if rope is None:
             return None
-        dtype = self.activation_dtype or self.model.embed_tokens.weight.dtype
-        return rotation_at(positions, rope, self.settings.rotary_size, dtype)
+        return rotation_at(positions, rope, self.settings.rotary_size, self.hidden_dtype)
 
     def _mask(
         self, window: int | None, documents: Tensor | None, past: int, total: int, device: torch.device

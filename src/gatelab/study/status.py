@@ -69,8 +69,7 @@ def status(folder: Path, num_workers: int | None = None) -> StudyStatus:
     """Where the study in a folder stands, also while another process runs it.
 
     The time left assumes ``num_workers`` jobs side by side, as many as are running when ``None``, and is that of the
-    longest job at least. Raises ``ValueError``
-    for a folder without a study.
+    longest job at least. Raises ``ValueError`` for a folder without a study.
     """
     study = open_study(folder)
     return status_of(study, known_jobs(study, folder), folder, _is_driven(folder), num_workers)
@@ -81,10 +80,9 @@ def status_of(
 ) -> StudyStatus:
     """Where a study with these jobs stands; ``is_driven`` says whether a process works on it."""
     known = _with_time_left([_job_status(job, folder / job.folder, is_driven) for job in jobs])
-    lefts = [one.seconds_left for one in known]
+    lefts = [one.seconds_left for one in known if one.seconds_left is not None]
     side_by_side = num_workers or max(1, sum(one.state == "running" for one in known))
-    known_lefts = [left for left in lefts if left is not None]
-    left = max([sum(known_lefts) / side_by_side, *known_lefts]) if len(known_lefts) == len(lefts) else None
+    left = max([sum(lefts) / side_by_side, *lefts]) if len(lefts) == len(known) else None
     return StudyStatus(study.name, known, bool(study.learning_rates) and read_rates(folder) is None, left)
 
 

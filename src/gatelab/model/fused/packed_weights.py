@@ -29,7 +29,7 @@ def packed_weights(decoder: Decoder, num_rows: int) -> Iterator[None]:
     as much memory again; making them takes as long as a few steps of decoding. Nothing changes off the CPU, in other
     dtypes than float32 and bfloat16, and for experts.
     """
-    dtype = _activations(decoder)
+    dtype = decoder.hidden_dtype
     if not can_pack(decoder.model.embed_tokens.weight.device, dtype):
         yield
         return
@@ -68,11 +68,7 @@ def repays_packing(decoder: Decoder, num_steps: int) -> bool:
     """
     name = torch.cpu.get_capabilities().get("cpu_name", "")
     at_home = torch.backends.mkl.is_available() and str(name).startswith("Intel")
-    return num_steps >= _WORTH_PACKING and not (at_home and _activations(decoder) == torch.float32)
-
-
-def _activations(decoder: Decoder) -> torch.dtype:
-    return decoder.activation_dtype or decoder.model.embed_tokens.weight.dtype
+    return num_steps >= _WORTH_PACKING and not (at_home and decoder.hidden_dtype == torch.float32)
 
 
 def _packed(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, num_rows: int, plain: Product) -> Product:
