@@ -9,11 +9,10 @@ folder has the page, its numbers, and the charts that the how-to page shows.
 from __future__ import annotations
 
 import argparse
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from kept import keep
 from real_models import GEMMA3, SMOLLM2, squad_text
 
 from gatelab.data.settings import CorpusSettings
@@ -23,13 +22,10 @@ from gatelab.evaluate.texts import file_text
 KEPT_FIGURES = ("every-head", "by-layer.", "largest-and-median", "gate")
 
 
-def keep(names: Sequence[str], examination: Examination, target: Path) -> None:
+def keep_diagnosis(names: Sequence[str], examination: Examination, target: Path) -> None:
     """Diagnose, and put what is kept in place of the folder ``target``."""
-    with tempfile.TemporaryDirectory() as temporary:
-        written = Path(temporary) / "diagnosis"
-        write_diagnosis(written, diagnose(names, examination), "python benchmarks/real_diagnoses.py")
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(written, target, ignore=_left_out)
+    diagnoses = diagnose(names, examination)
+    keep(lambda folder: write_diagnosis(folder, diagnoses, "python benchmarks/real_diagnoses.py"), target, _left_out)
 
 
 def _left_out(folder: str, names: list[str]) -> set[str]:
@@ -46,10 +42,10 @@ def main() -> None:
     options = parser.parse_args()
     cache = options.cache.expanduser()
     squad = Examination(file_text(squad_text(cache)), cache, length=320, full=True)
-    keep([str(model.file(cache)) for model in (SMOLLM2, GEMMA3)], squad, options.out / "real-models")
+    keep_diagnosis([str(model.file(cache)) for model in (SMOLLM2, GEMMA3)], squad, options.out / "real-models")
     heldout = Examination(CorpusSettings(), cache, full=True, clamp=True)
     for arm in ("headwise", "elementwise"):
-        keep([str(options.demo / "ungated"), str(options.demo / arm)], heldout, options.out / f"demo-{arm}")
+        keep_diagnosis([str(options.demo / "ungated"), str(options.demo / arm)], heldout, options.out / f"demo-{arm}")
 
 
 if __name__ == "__main__":

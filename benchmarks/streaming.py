@@ -9,11 +9,10 @@ introductions, the demo's arms 4 x 20,000. ``--tokens`` shortens that for a tria
 from __future__ import annotations
 
 import argparse
-import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from kept import PNG_ONLY, keep
 from real_models import GEMMA3, SMOLLM2
 
 from gatelab.data.settings import CorpusSettings
@@ -23,14 +22,11 @@ from gatelab.longcontext.streaming.stream import StreamingTest, stream_models
 KEPT = (0, 1, 4)
 
 
-def keep(names: Sequence[str], test: StreamingTest, target: Path) -> None:
-    """Stream, and put the report in place of the folder ``target``; of its figures the PNG files."""
+def keep_curves(names: Sequence[str], test: StreamingTest, target: Path) -> None:
+    """Stream, and put the report in place of the folder ``target``."""
     models = stream_models(names, test, print)
-    with tempfile.TemporaryDirectory() as temporary:
-        written = Path(temporary) / "streaming"
-        write_streaming(written, models, f"python benchmarks/streaming.py --tokens {test.tokens}")
-        shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(written, target, ignore=shutil.ignore_patterns("*.svg", "*.pdf"))
+    command = f"python benchmarks/streaming.py --tokens {test.tokens}"
+    keep(lambda folder: write_streaming(folder, models, command), target, PNG_ONLY)
 
 
 def main() -> None:
@@ -43,9 +39,10 @@ def main() -> None:
     cache, text = options.cache.expanduser(), CorpusSettings()
     arms = StreamingTest(text, cache, kept=KEPT, tokens=options.tokens, samples=4)
     for arm in ("headwise", "elementwise"):
-        keep([str(options.demo / "ungated"), str(options.demo / arm)], arms, options.out / f"streaming-demo-{arm}")
+        pair = [str(options.demo / "ungated"), str(options.demo / arm)]
+        keep_curves(pair, arms, options.out / f"streaming-demo-{arm}")
     real = StreamingTest(text, cache, kept=KEPT, tokens=options.tokens)
-    keep([str(model.file(cache)) for model in (SMOLLM2, GEMMA3)], real, options.out / "streaming-real-models")
+    keep_curves([str(model.file(cache)) for model in (SMOLLM2, GEMMA3)], real, options.out / "streaming-real-models")
 
 
 if __name__ == "__main__":

@@ -7,11 +7,8 @@ import sys
 import pytest
 from typer.testing import CliRunner
 
+from command_line import command_as_process
 from gatelab.cli import app
-
-
-def run_command(*words, **options):
-    return subprocess.run([sys.executable, "-m", "gatelab", *words], capture_output=True, text=True, **options)
 
 
 def invoke(*words):
@@ -85,7 +82,7 @@ def test_an_empty_corpus_is_refused_before_training(tmp_path, command):
 
 def test_train_writes_a_run_folder_and_names_it(tmp_path):
     words = ["train.steps=3", "train.schedule.warmup_steps=1", "train.threads=1", "--out", "run", "--cache", "cache"]
-    done = run_command("train", "backcopy", "gate=sdpa_headwise", *words, cwd=tmp_path)
+    done = command_as_process("train", "backcopy", "gate=sdpa_headwise", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert str(tmp_path / "run") in done.stdout
     assert (tmp_path / "run" / "result.json").exists()

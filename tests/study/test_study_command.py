@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from tiny_studies import synthetic_study
 
-from command_line import Command
-
-
-def run_study(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "gatelab", "study", *words], capture_output=True, text=True, cwd=folder
-    )
+from command_line import Command, command_as_process
 
 
 def test_a_study_from_a_file_is_run_and_looked_at(tmp_path: Path, command: Command) -> None:
     (tmp_path / "study.yaml").write_text(synthetic_study().to_yaml())
-    words = ("study.yaml", "--seeds", "2", "--executor", "serial", "--out", "out", "--cache", "cache")
-    done = run_study(tmp_path, *words)
+    words = ("study", "study.yaml", "--seeds", "2", "--executor", "serial", "--out", "out", "--cache", "cache")
+    done = command_as_process(*words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "Hours at" in done.stdout and "4 done" in done.stdout
     assert f"Report: {tmp_path / 'out' / 'report.html'}" in done.stdout
     assert (tmp_path / "out" / "gated" / "seed_1" / "result.json").exists()
     finished = (tmp_path / "out" / "gated" / "seed_1" / "result.json").stat().st_mtime_ns
-    again = run_study(tmp_path, *words)
+    again = command_as_process(*words, cwd=tmp_path)
     assert again.returncode == 0, again.stderr
     assert (tmp_path / "out" / "gated" / "seed_1" / "result.json").stat().st_mtime_ns == finished
     code, looked, _ = command("study", "status", "out")
