@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from gatelab.data.settings import ImageSettings
-from gatelab.study.presets.arms import compose, gated, require_text, run_of, ungated
+from gatelab.study.presets.arms import CONFIRMATORY_SEEDS, compose, gated, require_text, run_of, ungated
 from gatelab.study.scales import Scale
 from gatelab.study.study import HELDOUT_ERROR, Study
 
 SMALLEST_ERROR_DIFFERENCE = 0.01  # a point of accuracy, 3.6 of the 359 held-out digits
 _GATES = ("sdpa_headwise", "sdpa_elementwise")
+_CONFIRMATORY = {"seeds": CONFIRMATORY_SEEDS, "confirmatory": _GATES}
 _VISION_SCALES = ("micro", "mini")
 
 
@@ -28,7 +29,7 @@ def encoder_text(scale: Scale) -> Study:
     )
     question = "Does a gate help an encoder to find hidden tokens, and does it rest less on [CLS] and [SEP] with one?"
     arms = [ungated(), *map(gated, _GATES)]
-    return compose(scale, "dense", "encoder_text", question, arms, assignments=words)
+    return compose(scale, "dense", "encoder_text", question, arms, assignments=words, **_CONFIRMATORY)
 
 
 def encoder_vision(scale: Scale) -> Study:
@@ -62,5 +63,7 @@ def encoder_vision(scale: Scale) -> Study:
     question = (
         "Does a gate help an image encoder to read digits, and does it rest less on [CLS] and background with one?"
     )
-    fields = {"metric": HELDOUT_ERROR, "smallest_difference": SMALLEST_ERROR_DIFFERENCE, "assignments": words}
-    return compose(scale, "dense", "encoder_vision", question, [ungated(), *map(gated, _GATES)], **fields)
+    fields = {"metric": HELDOUT_ERROR, "smallest_difference": SMALLEST_ERROR_DIFFERENCE, **_CONFIRMATORY}
+    return compose(
+        scale, "dense", "encoder_vision", question, [ungated(), *map(gated, _GATES)], assignments=words, **fields
+    )
