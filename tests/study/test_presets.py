@@ -185,12 +185,13 @@ def test_surplus_arms_stand_beside_matched_ones() -> None:
 
 @pytest.mark.parametrize("scale", SCALES)
 def test_confirmatory_studies_are_few_and_have_a_difference_that_matters(scale: str) -> None:
-    confirmatory = {
-        name for name, one in PRESETS.items() if (name, scale) not in REFUSED and one(find_scale(scale)).confirmatory
-    }
-    assert confirmatory == {"paper/dense", "mechanism"} - {name for name, refused in REFUSED if refused == scale}
-    dense = study_of("paper/dense", scale)
-    assert (len(dense.seeds), dense.smallest_difference, dense.metric) == (5, 0.01, "heldout_loss")
+    studies = {name: one(find_scale(scale)) for name, one in PRESETS.items() if (name, scale) not in REFUSED}
+    confirmatory = {name: study for name, study in studies.items() if study.confirmatory}
+    declared = {"paper/dense", "mechanism", "open/quantisation", "open/encoder_text", "open/encoder_vision"}
+    assert set(confirmatory) == declared & set(studies)
+    assert all(len(study.seeds) == 5 for study in confirmatory.values())
+    assert {confirmatory[name].smallest_difference for name in set(confirmatory) - {"mechanism"}} == {0.01}
+    assert confirmatory["paper/dense"].metric == "heldout_loss"
 
 
 def test_a_difference_in_first_token_attention_matters_from_one_floor_on() -> None:
