@@ -31,6 +31,14 @@ def test_overrides_reach_nested_fields_lists_and_whole_records():
     assert car.name == "null and void"
 
 
+def test_words_go_into_a_record_that_a_word_has_set():
+    car = Car().with_overrides(["trailer={}", "trailer.power=7", "spares=[{fuel: petrol}]", "spares.0={}"])
+    assert car.trailer == Engine(power=7)
+    assert car.spares == (Engine(),)
+    with pytest.raises(ValueError, match="trailer has no field 'powr'; did you mean 'power'"):
+        Car().with_overrides(["trailer={}", "trailer.powr=7"])
+
+
 def test_settings_are_frozen():
     with pytest.raises(ValueError, match="frozen"):
         Car().name = "other"

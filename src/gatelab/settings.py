@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from pydantic_core import ErrorDetails
 
 MOST_CHARACTERS = 1_000_000
@@ -62,15 +62,17 @@ class Settings(BaseModel):
     def with_overrides(self, overrides: Iterable[str]) -> Self:
         """A copy with ``dotted.path=value`` assignments applied; values are read as YAML.
 
-        List entries are addressed by number (``model.gates.0.activation=silu``). Raises ``ValueError`` for a path
-        that does not exist, with the nearest one, and for a value that does not fit.
+        List entries are addressed by number (``model.gates.0.activation=silu``). A record that is set as a mapping gets
+        its defaults, so that later assignments can go into it. Raises ``ValueError`` for a path that does not exist,
+        with the nearest one, and for a value that does not fit.
         """
         data = self.to_mapping()
         for override in overrides:
             path, separator, text = override.partition("=")
             if not separator:
                 raise ValueError(f"{override!r} is not an assignment: write dotted.path=value")
-            _assign(data, path.strip(), _read_value(text, override))
+            value = _read_value(text, override)
+            _assign(data, path.strip(), _completed(value, _annotation_at(type(self), path.strip().split("."))))
         return type(self).parse(data)
 
 
@@ -151,6 +153,17 @@ def _assign(data: Any, path: str, value: Any) -> None:
             walked.append(part)
 
 
+def _completed(value: Any, annotation: Any) -> Any:
+    """A mapping with the defaults of the record it is for; any other value, and one that does not fit, as it is."""
+    if annotation is None or not isinstance(value, dict):
+        return value
+    adapter = TypeAdapter(annotation)
+    try:
+        return adapter.dump_python(adapter.validate_python(value), mode="json")
+    except ValidationError:
+        return value
+
+
 def _leaves(value: Any, path: str = "") -> dict[str, Any]:
     if isinstance(value, dict):
         entries: Sequence[tuple[Any, Any]] = list(value.items())
@@ -191,6 +204,21 @@ def _fields_at(owner: type[BaseModel], parts: Sequence[str]) -> list[str]:
         if part in model.model_fields:
             model = _record_type(model.model_fields[part].annotation) or model
     return list(model.model_fields)
+
+
+def _annotation_at(owner: type[BaseModel], parts: Sequence[str]) -> Any:
+    """The type of the field at this path from ``owner``, or of an entry at a list position; ``None`` for no field."""
+    model: type[BaseModel] | None = owner
+    annotation = None
+    for part in parts:
+        if part.isdecimal():
+            annotation = model
+        elif model is not None and part in model.model_fields:
+            annotation = model.model_fields[part].annotation
+            model = _record_type(annotation)
+        else:
+            return None
+    return annotation
 
 
 def _record_type(annotation: Any) -> type[BaseModel] | None:

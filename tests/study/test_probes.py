@@ -133,6 +133,13 @@ def test_what_cannot_be_probed_is_refused_before_any_run(tmp_path: Path, monkeyp
     assert not (tmp_path / "study").exists()
 
 
+def test_shapes_are_looked_at_before_the_text_is_prepared(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probes, "probed_text", lambda *arguments: pytest.fail("a text was prepared"))
+    study = text_study(tmp_path, metric=f"{QUANTISATION_COST}[w4_group32]")
+    with pytest.raises(ValueError, match="which groups of 32 don't divide"):
+        probes.require_probeable(study, tmp_path / "cache")
+
+
 @pytest.mark.parametrize("metric", ["quantisation_cost[w8a9]", "quantisation_cost", "logits_error[bfloat16]"])
 def test_metrics_that_are_no_probes_are_refused(metric: str) -> None:
     with pytest.raises(ValueError, match=r"metric '.*' is unknown; did you mean '(quantisation_cost|logits_error)\["):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from itertools import product
 from pathlib import Path
 from statistics import fmean
 from typing import NamedTuple
@@ -48,21 +49,21 @@ def schemes_of(study: Study) -> tuple[str, ...]:
 
 
 def require_probeable(study: Study, cache: Path) -> None:
-    """Raise ``ValueError`` for too little held-out text, and for a layer of any arm that a scheme can't round."""
+    """Raise ``ValueError`` for a layer of any arm that a scheme can't round, then for too little held-out text."""
     if not study.settings_of(study.arm(study.baseline)).model.causal:
         raise ValueError(
             f"metric {study.metric} is measured with the loss of the next token, which models with causal=False see; "
             "choose another metric"
         )
     schemes = [find_scheme(name) for name in schemes_of(study)]
+    with torch.device("meta"):
+        arms = [linear_layers(Decoder(study.settings_of(arm).model)) for arm in study.arms]
+    for layers, scheme in product(arms, schemes):
+        require_roundable(layers, scheme)
     text = probed_text(study.settings_of(study.arm(study.baseline)), cache)
-    for arm in study.arms:
-        with torch.device("meta"):
-            layers = linear_layers(Decoder(study.settings_of(arm).model))
-        for scheme in schemes:
-            require_roundable(layers, scheme)
-            if scheme.activations is not None and scheme.needs_calibration:
-                require_calibration(layers, scheme.activations, text.calibration)
+    for layers, scheme in product(arms, schemes):
+        if scheme.activations is not None and scheme.needs_calibration:
+            require_calibration(layers, scheme.activations, text.calibration)
 
 
 def probe_runs(study: Study, jobs: Sequence[Job], folder: Path, cache: Path) -> list[JobResult]:
