@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gatelab.gates.reference import Block, attention_block
+from gatelab.gates.reference import Block, attend_and_project, attention_block, prepare_token
 from gatelab.gates.spec import AttentionShape, GateSpec, OutputControl
 from gatelab.model.attention import GroupedQueryAttention
 from gatelab.model.rope import Rotation, rotation_at
@@ -23,6 +23,7 @@ def block_settings(
     rope_fraction: float = 1.0,
     shape: AttentionShape = SHAPE,
     norm_epsilon: float = 1e-6,
+    causal: bool = True,
 ) -> ModelSettings:
     """Settings of a decoder whose attention has these gates."""
     return ModelSettings(
@@ -31,6 +32,7 @@ def block_settings(
         feedforward_width=56,
         max_context=T,
         qk_norm=qk_norm,
+        causal=causal,
         norm_epsilon=norm_epsilon,
         rope=RopeSettings(fraction=rope_fraction),
         gates=gates,
@@ -84,4 +86,14 @@ def run_reference(settings: ModelSettings, attention: GroupedQueryAttention, hid
         rope_theta=settings.rope.base,
         epsilon=settings.norm_epsilon,
     )
-    return attention_block(block, hidden)
+    return attention_block(block, hidden) if settings.causal else _attention_both_ways(block, hidden)
+
+
+def _attention_both_ways(block: Block, hidden: Tensor) -> Tensor:
+    """Each token looks at all: the oracle takes the one that asks as the last, and a sum has no order."""
+    sequences = []
+    for sequence in hidden:
+        tokens = [prepare_token(block, x, position) for position, x in enumerate(sequence)]
+        asking_last = ([*tokens[:t], *tokens[t + 1 :], tokens[t]] for t in range(len(tokens)))
+        sequences.append(torch.stack([attend_and_project(block, order) for order in asking_last]))
+    return torch.stack(sequences)

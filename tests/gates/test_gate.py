@@ -112,6 +112,12 @@ def test_block_equals_oracle(name: str, qk_norm: bool, rope_fraction: float) -> 
     assert_equals_oracle(block_settings(variant.gates, variant.control, qk_norm, rope_fraction))
 
 
+@pytest.mark.parametrize("name", VARIANTS)
+def test_block_of_an_encoder_equals_oracle(name: str) -> None:
+    variant = VARIANTS[name]
+    assert_equals_oracle(block_settings(variant.gates, variant.control, causal=False))
+
+
 @pytest.mark.parametrize("source", ["hidden", "value", "attention_output"])
 def test_source_is_right_where_all_sources_have_one_width(source: str) -> None:
     """Hidden state, values and attention output are all 48 wide here, so no shape betrays a mix-up."""

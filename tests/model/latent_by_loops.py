@@ -42,7 +42,7 @@ def _sequence(
     queries: list[Heads] = []
     keys: list[Heads] = []
     values: list[Heads] = []
-    outputs = []
+    sources: list[Sources] = []
     for t, x in enumerate(hidden):
         down = weights["kv_a_proj_with_mqa.weight"] @ x
         content = _norm(latent, weights["kv_a_layernorm.weight"], down[: latent.key_value_rank])
@@ -51,19 +51,22 @@ def _sequence(
         for rows in _heads(settings, weights["kv_b_proj.weight"]):
             new_keys.append(torch.cat([rows[: latent.unrotated_size] @ content, shared]))
             new_values.append(rows[latent.unrotated_size :] @ content)
-        sources: Sources = {"hidden": x, "value": torch.cat(new_values)}
+        sources.append({"hidden": x, "value": torch.cat(new_values)})
         position = t if rotates else 0
-        queries.append(_turn(block, latent, _queries(settings, weights, x), "query", position, sources))
-        keys.append(_turn(block, latent, new_keys, "key", position, sources))
-        values.append(reference.apply_gate(block, new_values, "value", sources))
+        queries.append(_turn(block, latent, _queries(settings, weights, x), "query", position, sources[t]))
+        keys.append(_turn(block, latent, new_keys, "key", position, sources[t]))
+        values.append(reference.apply_gate(block, new_values, "value", sources[t]))
+    outputs = []
+    for t, own in enumerate(sources):
+        seen = range(t + 1 if settings.causal else len(hidden))
         heads = [
-            reference.attend(queries[t][h], [keys[s][h] for s in range(t + 1)], [values[s][h] for s in range(t + 1)])
+            reference.attend(queries[t][h], [keys[s][h] for s in seen], [values[s][h] for s in seen])
             for h in range(settings.num_heads)
         ]
-        sources = {**sources, "attention_output": torch.cat(heads)}
-        heads = reference.apply_gate(block, reference.apply_control(block, heads), "sdpa_output", sources)
+        own = {**own, "attention_output": torch.cat(heads)}
+        heads = reference.apply_gate(block, reference.apply_control(block, heads), "sdpa_output", own)
         output = weights["o_proj.weight"] @ torch.cat(heads)
-        outputs.append(reference.apply_gate(block, [output], "dense_output", sources)[0])
+        outputs.append(reference.apply_gate(block, [output], "dense_output", own)[0])
     return outputs
 
 

@@ -65,6 +65,11 @@ def test_every_gate_equals_the_loops(gate: str) -> None:
     assert max(errors(latent_settings(gate)).values()) < TOLERANCE
 
 
+@pytest.mark.parametrize("gate", ["none", "sdpa_elementwise", "value_elementwise"])
+def test_latents_that_see_both_sides_equal_the_loops(gate: str) -> None:
+    assert max(errors(latent_settings(gate, causal=False)).values()) < TOLERANCE
+
+
 @pytest.mark.parametrize("value_size", [9, 14, 16])
 @pytest.mark.parametrize("query_rank", [None, 11])
 def test_shapes_equal_the_loops(query_rank: int | None, value_size: int) -> None:
