@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from typer.testing import CliRunner
 
 from gatelab.cli import app
 from gatelab.gates.variants import VARIANTS
+from gatelab.model.accounting import count_parameters
 from gatelab.model.activations import Piece, activation_bytes, layer_activations
 from gatelab.model.decoder import Decoder
 from gatelab.model.initialization import initialize
@@ -273,3 +275,28 @@ def test_the_command_prints_a_table_and_builds_the_shards() -> None:
     words = ["plan", "dense_tiny", "--gpus", "4", "--parallel", "shard=2,tensor=2", "--dry-run"]
     shown = CliRunner().invoke(app, words, catch_exceptions=False).stdout
     assert "4 x H100 80GB SXM" in shown and "All 4 shards were built" in shown
+
+
+def test_the_page_says_what_a_gate_adds_at_70b() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+    table = page.split("## What a gate adds at 70B\n")[1].split("\n## ")[0]
+    rows = [[cell.strip(" `") for cell in line.strip("|").split("|")] for line in table.splitlines() if "B |" in line]
+    assert [row[0] for row in rows[:2]] == ["none", "sdpa_headwise"] and len(rows) == 5
+    machines = {
+        "h100": ["train.parallel.shard=512", "train.recompute=true"],
+        "h200": ["train.parallel.shard=128", "train.parallel.tensor=4", "train.accumulation=8"],
+    }
+    least = None
+    for name, parameters, share, operations, *figures in rows:
+        gate, *match = name.replace("`", "").split(", ")
+        plans = [
+            plan_as_set(resolve("dense_70b", [f"gate={gate}", *match, *own]), GPUS[gpu], 512, 3.5e12)
+            for gpu, own in machines.items()
+        ]
+        counts, flops = count_parameters(plans[0].run.model), plans[0].to_mapping()["flops"]
+        least = least or flops
+        assert parameters == f"{counts.total / 1e9:.2f}B"
+        for said, true in ((share, counts.gates / counts.total), (operations, flops / least - 1)):
+            assert float(said.removesuffix(" %") or 0) == pytest.approx(100 * true, abs=0.06)
+        found = [(plan.memory.total / 1e9, plan.to_mapping()["hours"] / 24) for plan in plans]
+        assert figures == [text for memory, days in found for text in (f"{memory:.2f}", f"{days:.1f}")]
