@@ -124,6 +124,9 @@ def _section(title: str, text: str, content: Sequence[Any]) -> Section:
 def _lead(findings: Findings) -> str:
     study, metric = findings.study, findings.metric
     parts = []
+    if study.smallest_difference is not None:
+        smallest = f"{study.smallest_difference:.4g} {metric.unit}"
+        parts.append(f"Smallest difference that matters, set before the runs: {smallest}.")
     if findings.status.count("waiting") or findings.status.count("running"):
         parts.append(f"Not finished. {findings.status.summary()}.")
     judged = [one for one in findings.comparisons.values() if one.is_judged]

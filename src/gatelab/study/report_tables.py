@@ -180,8 +180,8 @@ def verdict_table(findings: Findings) -> Table | None:
         Column("equal", "p, d or more", ".2g"),
     ]
     caption = (
-        f"Contrasts declared in advance: {len(study.confirmatory)}. p-values, of no difference and of one that is "
-        f"at least d = {study.smallest_difference or 0:.4g}, are adjusted by Holm; the intervals hold together at 95 %."
+        f"Contrasts declared in advance: {len(study.confirmatory)}. p-values, of no difference and of one that is at "
+        "least d, the smallest that matters, are adjusted by Holm; the intervals hold together at 95 %."
     )
     return Table(columns, rows, caption) if rows else None
 
