@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from tiny_studies import synthetic_study, text_study
@@ -15,10 +16,13 @@ from gatelab.evaluate.quantisation.schemes import SCHEMES
 from gatelab.evaluate.quantisation.simulated import quantised
 from gatelab.evaluate.rows import Subject
 from gatelab.model.perplexity import token_nats
+from gatelab.report.tables import MISSING, Linked, Table
 from gatelab.study import probes, runner
-from gatelab.study.findings import read_findings
-from gatelab.study.report_tables import result_table
+from gatelab.study.findings import Findings, read_findings
+from gatelab.study.report import study_report
+from gatelab.study.report_tables import probed_tables, result_table
 from gatelab.study.runner import conduct, read_results
+from gatelab.study.statistics import t_interval
 from gatelab.study.study import LOGITS_ERROR, PROBES, QUANTISATION_COST, Study
 from gatelab.train.checkpoint import checkpoints, load_decoder
 from gatelab.train.source import open_source
@@ -69,6 +73,44 @@ def test_verdicts_are_about_the_probe(metric: str, tmp_path: Path) -> None:
     assert findings.metric.title == title[metric]
     assert {one.key for one in findings.quantities} >= {LOGITS_ERROR, W8A8, f"{QUANTISATION_COST}[fp8]"}
     assert len(result_table(findings).rows) == 2
+    shown = {f"{name}[{row['by']}]": row for name, table in by_kind(findings) for row in table.rows}
+    assert set(shown) == {LOGITS_ERROR, *(f"{QUANTISATION_COST}[{one}]" for one in probes.SCHEMES_PROBED)} - {metric}
+
+
+def by_kind(findings: Findings) -> list[tuple[str, Table]]:
+    """The tables of probes, by what their first column is of."""
+    names = {"scheme": QUANTISATION_COST, "dtypes": LOGITS_ERROR.partition("[")[0]}
+    return [(names[table.columns[0].title], table) for table in probed_tables(findings)]
+
+
+def test_the_page_has_every_probe_paired_by_seed(tmp_path: Path) -> None:
+    study = synthetic_study(WINDOWS, metric=W8A8, seeds=[4, 5], smallest_difference=0.25)
+    results = conduct(study, tmp_path / "study", tmp_path / "cache")
+    page = study_report(tmp_path / "study")
+    assert page.lead.startswith("Smallest difference that matters, set before the runs: 0.25 nats per token.\n\n")
+    (section,) = [one for one in page.sections if one.title == "Rounding and precision"]
+    assert "Exploratory" in section.text and "no verdicts" in section.text
+    costs, errors = section.content
+    assert isinstance(costs, Table) and isinstance(errors, Table)
+    assert costs.caption.startswith("Nats per token that rounding adds, mean over 2 seeds; lower is better.")
+    assert errors.caption.startswith("Error of the logits, mean over 2 seeds; lower is better.")
+    assert "Intervals: Student's t over seeds of the paired differences" in costs.caption
+    values = {(one.arm, one.seed): one.measurement[f"{QUANTISATION_COST}[w4a4]"] for one in results if one.measurement}
+    gated, ungated = (np.array([values[arm, seed] for seed in (4, 5)]) for arm in ("gated", "ungated"))
+    expected = t_interval(gated - ungated)
+    base, row = (one for one in costs.rows if one["by"] == "w4a4")
+    assert (base["arm"], row["arm"]) == ("ungated", "gated") and "difference" not in base
+    assert row["mean"] == Linked(pytest.approx(gated.mean()), "comparisons.json")
+    assert row["difference"].value == pytest.approx(expected.value)
+    assert row["interval"] == pytest.approx((expected.low, expected.high))
+    assert [cells[4] == MISSING for cells in costs.cells()] == [True, False] * 3
+
+
+def test_one_seed_has_probes_without_differences(tmp_path: Path) -> None:
+    conduct(synthetic_study(WINDOWS, metric=W8A8), tmp_path / "study", tmp_path / "cache")
+    costs, errors = probed_tables(read_findings(tmp_path / "study"))
+    assert [column.title for column in costs.columns] == ["scheme", "arm", "mean"]
+    assert "mean over one seed" in errors.caption and "Intervals" not in errors.caption
 
 
 def test_stopped_between_run_and_probe_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -103,6 +145,7 @@ def test_stopped_between_run_and_probe_it_goes_on(tmp_path: Path, monkeypatch: p
 def test_other_studies_probe_nothing(tmp_path: Path) -> None:
     results = conduct(synthetic_study(WINDOWS), tmp_path / "study", tmp_path / "cache")
     assert not list((tmp_path / "study").rglob("probes.json"))
+    assert "Rounding and precision" not in [one.title for one in study_report(tmp_path / "study").sections]
     assert all(one.measurement is not None and not set(PROBES) & set(one.measurement) for one in results)
 
 

@@ -23,7 +23,7 @@ from gatelab.study.contrasts import Contrast, Judgement
 from gatelab.study.executors import Serial
 from gatelab.study.findings import Comparison, compare, mean_over_seeds, read_findings
 from gatelab.study.jobs import JobResult, comparison_jobs
-from gatelab.study.report import study_report, write_study_report
+from gatelab.study.report import _lead, study_report, write_study_report
 from gatelab.study.report_run_tables import events_table
 from gatelab.study.report_tables import equal_rate_table
 from gatelab.study.run_curves import RunCurve, bands, read_curve
@@ -146,9 +146,46 @@ def test_the_declared_contrast_has_a_verdict_with_an_interval(folder: Path) -> N
     verdict = by_arm(tables(page, "Result")[0])["gated"]["verdict"]
     assert verdict.startswith(("better", "worse", "can't tell", "equal within"))
     pattern = r"gated: .*\. Its first-token attention of other queries differs .* by [+−][\d.]+ \(.* to .*, 5 seeds"
-    assert re.match(pattern, page.lead)
+    assert re.search(pattern, page.lead)
     judged = tables(page, "What the seeds can tell")[0]
     assert list(by_arm(judged)) == ["gated"] and "adjusted by Holm" in judged.caption
+
+
+def test_the_smallest_difference_that_matters_stands_once_under_the_question(folder: Path) -> None:
+    sentence = "Smallest difference that matters, set before the runs: 1e-06 of a query's attention."
+    assert study_report(folder).lead.startswith(f"{sentence}\n\n")
+    assert (folder / "report.md").read_text().count("1e-06") == 1
+    undeclared = replace(read_findings(folder), study=planned(confirmatory=[], smallest_difference=None))
+    assert "Smallest" not in _lead(undeclared)
+
+
+@pytest.mark.parametrize(
+    ("metric", "unit"),
+    [
+        ("heldout_loss", "nats per token"),
+        ("quantisation_cost[w8a8]", "nats per token"),
+        ("heldout_error", "of the held-out targets"),
+        ("first_token_attention", "of a query's attention"),
+        ("attention_entropy", "nats"),
+        ("logits_error[bfloat16_against_float32]", "in error of the logits, bfloat16_against_float32"),
+    ],
+)
+def test_a_difference_has_the_unit_of_its_metric(metric: str, unit: str, folder: Path) -> None:
+    assert replace(read_findings(folder), study=synthetic_study(metric=metric)).metric.unit == unit
+
+
+def test_kurtosis_is_shown_and_explained_where_it_was_measured(tmp_path: Path) -> None:
+    study = tmp_path / "study"
+    conduct(synthetic_study(*WORDS), study, tmp_path / "cache")
+    measured = tables(study_report(study), "Hidden states")[0]
+    assert {"largest_activation", "activation_kurtosis"} <= set(by_arm(measured)["gated"])
+    assert "kurtosis" in measured.caption
+    for path in study.rglob("result.json"):
+        result = json.loads(path.read_text())
+        del result["measurement"]["activation_kurtosis"]
+        path.write_text(json.dumps(result))
+    older = tables(study_report(study), "Hidden states")[0]
+    assert "activation_kurtosis" not in by_arm(older)["gated"] and "kurtosis" not in older.caption
 
 
 def test_the_papers_numbers_stand_beside_ours(folder: Path) -> None:
@@ -243,7 +280,7 @@ def test_a_half_finished_study_has_a_page_and_no_verdict(tmp_path: Path) -> None
     with pytest.raises(KeyboardInterrupt):
         conduct(planned(), study, tmp_path / "cache", Serial(StopAt(2 * (3 + 3 + 1) + 2)))
     page = study_report(study)
-    assert page.lead.startswith("Not finished. tiny: 4 done, 2 diverged, 0 running, 9 waiting of 15 jobs")
+    assert "\n\nNot finished. tiny: 4 done, 2 diverged, 0 running, 9 waiting of 15 jobs" in page.lead
     assert "No verdict yet: gated were declared in advance, and get one when all 5 seeds are done." in page.lead
     rows = by_arm(tables(page, "Result")[0])
     assert rows["gated"]["seeds"] == "2 of 5" and rows["gated"]["verdict"] == "not before all seeds are done"

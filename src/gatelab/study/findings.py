@@ -46,6 +46,11 @@ class Quantity(NamedTuple):
         return self.key.removesuffix(OVER_FLOOR).partition("[")[0]
 
     @property
+    def unit(self) -> str:
+        """What follows a difference in it, as in "0.01 nats per token"."""
+        return _UNITS.get(self.name, f"in {self.title}")
+
+    @property
     def is_lower_better(self) -> bool:
         """Whether less of it is better, as for all but what describes a model."""
         return self.key not in INSIDE
@@ -334,4 +339,10 @@ _MEASURED: dict[str, _Description] = {
     "gate_attention_entropy_correlation": ("correlation of score and attention entropy", ".3f", _nothing),
     QUANTISATION_COST: ("nats per token that rounding adds", ".4f", _nothing),
     LOGITS_ERROR.partition("[")[0]: ("error of the logits", ".5f", _nothing),
+}
+_UNITS = {
+    **dict.fromkeys([LOSS, QUANTISATION_COST], "nats per token"),
+    **dict.fromkeys([FIRST_TOKEN, WORST_LAYER, ON_DELIMITER], "of a query's attention"),
+    HELDOUT_ERROR: "of the held-out targets",
+    "attention_entropy": "nats",
 }

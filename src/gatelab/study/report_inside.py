@@ -70,7 +70,9 @@ def _hidden(findings: Findings) -> Section:
     hidden = _known(
         findings, "largest_activation", "mean_activation_maximum", "activation_ratio", "activation_kurtosis"
     )
-    content: Content = [inside_table(findings, hidden, f"{HIDDEN_DEFINITION} {KURTOSIS_DEFINITION}")]
+    has_kurtosis = any(one.name == "activation_kurtosis" for one in hidden)
+    definition = f"{HIDDEN_DEFINITION} {KURTOSIS_DEFINITION}" if has_kurtosis else HIDDEN_DEFINITION
+    content: Content = [inside_table(findings, hidden, definition)]
     for one in hidden[:1]:
         content += figures.quantity_figure(findings, one, "Largest hidden value", HIDDEN_DEFINITION)
     return _section("Hidden states", "", content)

@@ -11,8 +11,11 @@ from gatelab.report.tables import Column, Linked, Table
 from gatelab.study.findings import LOSS, Comparison, Findings, Quantity, compare, mean_over_seeds
 from gatelab.study.jobs import JobResult
 from gatelab.study.statistics import Estimate
+from gatelab.study.study import LOGITS_ERROR, PROBES, QUANTISATION_COST
 
 COMPARISONS = "comparisons.json"
+T_INTERVALS = "Intervals: Student's t over seeds of the paired differences, each at 95 % by itself."
+PROBED_BY = {QUANTISATION_COST: "scheme", LOGITS_ERROR.partition("[")[0]: "dtypes"}
 _ARM = Column("arm", "arm")
 Cells = dict[str, Any]
 
@@ -21,10 +24,9 @@ def result_table(findings: Findings) -> Table:
     """A row for each arm: the metric, its difference from the baseline, the verdict, the paper's difference beside."""
     study, metric = findings.study, findings.metric
     has_paper = any(findings.paper_difference(arm.name, metric) is not None for arm in study.arms)
-    is_whole = all(len(runs) == len(study.seeds) for runs in findings.compared.values())
     columns = [
         _ARM,
-        *([] if is_whole else [Column("seeds", "seeds", align="right")]),
+        *_seeds_column(findings),
         Column("mean", "mean", metric.format),
         Column("difference", "difference", f"+{metric.format}"),
         Column("interval", "95 %", f"+{metric.format}"),
@@ -35,10 +37,21 @@ def result_table(findings: Findings) -> Table:
     return Table(columns, rows, _result_caption(findings, has_paper))
 
 
+def _seeds_column(findings: Findings) -> list[Column]:
+    """How many seeds each arm has, until all have all."""
+    num_seeds = len(findings.study.seeds)
+    is_whole = all(len(runs) == num_seeds for runs in findings.compared.values())
+    return [] if is_whole else [Column("seeds", "seeds", align="right")]
+
+
+def _seeds_cell(findings: Findings, arm: str) -> str:
+    return f"{len(findings.compared[arm])} of {len(findings.study.seeds)}"
+
+
 def _result_row(findings: Findings, arm: str) -> Cells:
     study, metric, runs = findings.study, findings.metric, findings.compared[arm]
     comparison, of_paper = findings.comparisons.get(arm), findings.paper_difference(arm, metric)
-    row: Cells = {"arm": arm, "seeds": f"{len(runs)} of {len(study.seeds)}", "verdict": verdict(findings, arm)}
+    row: Cells = {"arm": arm, "seeds": _seeds_cell(findings, arm), "verdict": verdict(findings, arm)}
     row |= {"mean": _mean_cell(metric, runs), **_difference(comparison)}
     if arm != study.baseline:
         row |= {"paper": of_paper, "direction": None if comparison is None else comparison.direction(of_paper)}
@@ -65,7 +78,7 @@ def _result_caption(findings: Findings, has_paper: bool) -> str:
     better = "; lower is better" if metric.is_lower_better else ""
     parts = [f"{metric.title[0].upper()}{metric.title[1:]}{unit}, mean over {_count(findings)}{better}."]
     if "seeds" in overs:
-        parts.append("Intervals: Student's t over seeds of the paired differences, each at 95 % by itself.")
+        parts.append(T_INTERVALS)
     if "documents" in overs:
         parts.append(
             "Where there is one seed, the interval is a bootstrap over the held-out documents: it says how far the "
@@ -80,6 +93,38 @@ def _result_caption(findings: Findings, has_paper: bool) -> str:
 def _count(findings: Findings) -> str:
     num_seeds = len(findings.study.seeds)
     return "one seed" if num_seeds == 1 else f"{num_seeds} seeds"
+
+
+def probed_tables(findings: Findings) -> list[Table]:
+    """What rounding and bfloat16 do to the arms' runs, a table for each kind of probe; not the study's own metric."""
+    probed = [one for one in findings.quantities if one.key in PROBES and one.key != findings.metric.key]
+    kinds = [[one for one in probed if one.name == name] for name in PROBED_BY]
+    return [_probed_table(findings, quantities) for quantities in kinds if quantities]
+
+
+def _probed_table(findings: Findings, quantities: Sequence[Quantity]) -> Table:
+    rows = []
+    for quantity in quantities:
+        comparisons, by = findings.in_quantity(quantity), quantity.key.partition("[")[2].removesuffix("]")
+        for arm, runs in findings.compared.items():
+            row: Cells = {"by": by, "arm": arm, "seeds": _seeds_cell(findings, arm)}
+            rows.append(row | {"mean": _mean_cell(quantity, runs), **_difference(comparisons.get(arm))})
+    kind = quantities[0]
+    columns = [
+        Column("by", PROBED_BY[kind.name]),
+        _ARM,
+        *_seeds_column(findings),
+        Column("mean", "mean", kind.format),
+    ]
+    title = kind.title.partition(",")[0]
+    caption = f"{title[0].upper()}{title[1:]}, mean over {_count(findings)}; lower is better."
+    if any("interval" in row for row in rows):
+        columns += [
+            Column("difference", "difference", f"+{kind.format}"),
+            Column("interval", "95 %", f"+{kind.format}"),
+        ]
+        caption += f" Differences are from {findings.study.baseline}. {T_INTERVALS}"
+    return Table(columns, rows, caption)
 
 
 def size_table(findings: Findings) -> Table | None:
@@ -180,8 +225,8 @@ def verdict_table(findings: Findings) -> Table | None:
         Column("equal", "p, d or more", ".2g"),
     ]
     caption = (
-        f"Contrasts declared in advance: {len(study.confirmatory)}. p-values, of no difference and of one that is "
-        f"at least d = {study.smallest_difference or 0:.4g}, are adjusted by Holm; the intervals hold together at 95 %."
+        f"Contrasts declared in advance: {len(study.confirmatory)}. p-values, of no difference and of one that is at "
+        "least d, the smallest that matters, are adjusted by Holm; the intervals hold together at 95 %."
     )
     return Table(columns, rows, caption) if rows else None
 
