@@ -17,7 +17,7 @@ def keep(write: Callable[[Path], object], target: Path, left_out: Callable[[str,
         written = Path(temporary) / "report"
         write(written)
         shutil.rmtree(target, ignore_errors=True)
-        shutil.copytree(written, target, ignore=lambda folder, names: set(left_out(folder, names)))
+        shutil.copytree(written, target, ignore=left_out)
 
 
 PNG_ONLY = shutil.ignore_patterns("*.svg", "*.pdf")
