@@ -239,6 +239,7 @@ def layout_cases() -> list[Case]:
         Case("recomputed", 2, {"shard": 2}, spread_model("sdpa_headwise", mixture=MIXTURE), recompute=True),
         Case("recomputed", 2, {"tensor": 2}, spread_model("value_headwise"), recompute=True),
         Case("latents", 2, {"tensor": 2}, spread_latents(None)),
+        Case("latents, elementwise gate", 2, {"tensor": 2}, spread_latents(10, gates=(GateSpec(),))),
         Case("gated latents", 2, {"tensor": 2}, spread_latents(10, gates=on_latents)),
         Case("gated", 4, {"shard": 4}, spread_model("sdpa_headwise")),
         Case("gated", 4, {"replicate": 2, "shard": 2}, spread_model("query_headwise")),
