@@ -137,20 +137,6 @@ class TestRefusals:
         with pytest.raises(ValueError, match="arm gated has other training batches than ungated, which it does not"):
             check_conditions(synthetic_study(), tmp_path)
 
-    @pytest.mark.parametrize(
-        ("word", "message"),
-        [
-            ("train.start_from=nowhere", "train.start_from=nowhere has no model.safetensors; name a checkpoint"),
-            ("data.tokenizer.path=nowhere.json", "no tokenizer at nowhere.json"),
-        ],
-    )
-    def test_a_missing_file_is_named_before_weights_are_drawn(
-        self, word: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(conditions, "initialize", lambda *arguments: pytest.fail("weights were drawn"))
-        with pytest.raises(ValueError, match=message):
-            check_conditions(text_study(tmp_path, word), tmp_path / "cache")
-
     def test_settings_that_no_word_declares(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         study, real = synthetic_study(), study_module.resolve
 

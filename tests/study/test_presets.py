@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gatelab.data.settings import MaskingSettings
 from gatelab.gates.variants import VARIANTS
 from gatelab.model.accounting import count_parameters
 from gatelab.model.decoder import Decoder
@@ -17,7 +18,15 @@ from gatelab.recipes.table import resolve
 from gatelab.settings import difference
 from gatelab.study.conditions import common_weights
 from gatelab.study.jobs import comparison_jobs
-from gatelab.study.presets import LEFT_OUT, PAPER_NUMBERS, PRESETS, find_preset, paper_difference, plan
+from gatelab.study.presets import (
+    LEFT_OUT,
+    PAPER_NUMBERS,
+    PRESETS,
+    command_that_leaves,
+    find_preset,
+    paper_difference,
+    plan,
+)
 from gatelab.study.presets.arms import run_of, uniform_floor
 from gatelab.study.scales import SCALES, find_scale
 from gatelab.study.study import Arm, Study
@@ -236,9 +245,29 @@ def test_fine_tuning_starts_from_the_runs_that_pretraining_leaves() -> None:
             assert run.model == before.settings.model
             assert run.data.chats is not None and run.data.chats.path == "chats.jsonl"
             assert run.data.tokenizer.path == f"{folder}/ungated/seed_0/tokenizer.json"
-    changed = study_of("open/sft", "micro").changed(["data.chats.path=mine.jsonl"])
+    changed = study_of("open/sft", "micro").changed(["data.chats.path=mine.jsonl", "data.chats.too_long=cut"])
     chats = changed.settings_of(changed.arms[1]).data.chats
-    assert chats is not None and chats.path == "mine.jsonl"
+    assert chats is not None and (chats.path, chats.too_long) == ("mine.jsonl", "cut")
+
+
+def test_shares_of_hidden_tokens_can_be_set() -> None:
+    changed = study_of("open/encoder_text", "micro").changed(["data.masking.probability=0.3"])
+    assert all(changed.settings_of(arm).data.masking == MaskingSettings(probability=0.3) for arm in changed.arms)
+
+
+@pytest.mark.parametrize(
+    ("path", "command"),
+    [
+        ("runs/study/granularity-small/ungated/seed_0", "gatelab study paper/granularity --scale small"),
+        ("runs/study/mechanism-mechanism", "gatelab study mechanism --scale mechanism"),
+        ("runs/study/granularity-huge/ungated", None),
+        ("runs/study/mine-small/ungated", None),
+        ("runs/granularity-small/ungated", None),
+        ("runs/study", None),
+    ],
+)
+def test_what_a_preset_leaves_is_known_by_its_folder(path: str, command: str | None) -> None:
+    assert command_that_leaves(Path(path)) == command
 
 
 def test_kinds_of_attention_have_equal_parameters_and_the_caches_they_are_known_for() -> None:

@@ -10,10 +10,14 @@ from typing import Any
 import pytest
 from tiny_studies import synthetic_study, text_study
 
-from gatelab.study import runner
+from gatelab.data.tokenizer import train_tokenizer
+from gatelab.model.decoder import Decoder
+from gatelab.study import conditions, runner
 from gatelab.study.conditions import Conditions
 from gatelab.study.executors import Serial
+from gatelab.study.inputs import require_inputs
 from gatelab.study.jobs import JobResult
+from gatelab.study.presets import plan
 from gatelab.study.runner import (
     Unobserved,
     compare_with_baseline,
@@ -27,6 +31,7 @@ from gatelab.study.status import StudyStatus
 from gatelab.study.study import Study
 from gatelab.train.loop import train
 from gatelab.train.metrics import read_metrics
+from gatelab.train.start import save_start
 from gatelab.train.watch import Unwatched
 
 FILES = {"study.yaml", "conditions.json", ".lock"}
@@ -84,6 +89,75 @@ def test_arms_without_documents_are_read_and_not_compared(tmp_path: Path) -> Non
     (tmp_path / "study" / "gated" / "data.json").write_text("[]")
     with pytest.raises(ValueError, match=r"data\.json is unreadable: it holds no mapping"):
         read_arm(tmp_path / "study" / "gated")
+
+
+def fine_tuning_study(folder: Path) -> Study:
+    """Two arms that start from weights in the folder and read its tokenizer and chats, all of them there."""
+    study = synthetic_study("model.vocab_size=270")
+    files = {name: folder / name for name in ("ungated", "gated", "tokenizer.json", "chats.jsonl")}
+    for arm in study.arms:
+        save_start(files[arm.name], Decoder(study.settings_of(arm).model))
+    files["tokenizer.json"].write_text(train_tokenizer(["user: Gate?"], 270).to_text())
+    chat = {"messages": [{"role": "user", "content": "Gate?"}, {"role": "assistant", "content": "Open."}]}
+    files["chats.jsonl"].write_text(json.dumps(chat))
+    words = (
+        "data.synthetic=null",
+        "data.document_masks=true",
+        f"data.tokenizer.path={files['tokenizer.json']}",
+        f"data.chats={{path: {files['chats.jsonl']}}}",
+    )
+    arms = [
+        {"name": arm.name, "assignments": [*arm.assignments, f"train.start_from={files[arm.name]}"]}
+        for arm in study.arms
+    ]
+    return Study.parse({**study.to_mapping(), "assignments": [*study.assignments, *words], "arms": arms})
+
+
+def draws_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conditions, "initialize", lambda *arguments: pytest.fail("weights were drawn"))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("gated", r"^train\.start_from=.*gated has no model\.safetensors; name a checkpoint, such as [^;]*$"),
+        ("tokenizer.json", r"^no tokenizer at .*tokenizer\.json: give a tokenizer\.json or a folder that has one$"),
+        ("chats.jsonl", r"^there is no file of chats at .*chats\.jsonl; give a \.jsonl file with lines such as [^;]*$"),
+    ],
+)
+def test_a_missing_file_is_refused_before_any_weights(
+    name: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    study = fine_tuning_study(tmp_path)
+    require_inputs([study.settings_of(arm) for arm in study.arms])
+    (tmp_path / name).rename(tmp_path / "elsewhere")
+    draws_no_weights(monkeypatch)
+    with pytest.raises(ValueError, match=message):
+        conduct(study, tmp_path / "study", tmp_path / "cache")
+    assert not (tmp_path / "study").exists()
+
+
+def test_what_another_study_leaves_is_named_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    draws_no_weights(monkeypatch)
+    with pytest.raises(ValueError, match=r"ungated/seed_0/checkpoints/step_\d+ has no model\.safetensors") as error:
+        conduct(plan("open/sft", "micro"), tmp_path / "study", tmp_path / "cache")
+    assert str(error.value).endswith("; it is made by: gatelab study paper/granularity --scale micro")
+    study = synthetic_study("data.synthetic=null", "data.tokenizer.path=runs/study/dense-mini/gated/tokenizer.json")
+    with pytest.raises(
+        ValueError, match=r"^no tokenizer at .*; it is made by: gatelab study paper/dense --scale mini$"
+    ):
+        conduct(study, tmp_path / "study", tmp_path / "cache")
+
+
+def test_a_finished_study_needs_no_start(tmp_path: Path) -> None:
+    start, plain = tmp_path / "start", synthetic_study()
+    save_start(start, Decoder(plain.settings_of(plain.arms[0]).model))
+    arms = [{"name": name, "assignments": [f"train.steps={steps}"]} for name, steps in (("short", 1), ("long", 2))]
+    study = synthetic_study(f"train.start_from={start}", arms=arms, baseline="short")
+    results = conduct(study, tmp_path / "study", tmp_path / "cache")
+    start.rename(tmp_path / "elsewhere")
+    assert conduct(study, tmp_path / "study", tmp_path / "cache") == results
 
 
 def test_a_folder_with_a_run_is_refused(tmp_path: Path) -> None:

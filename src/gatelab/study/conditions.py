@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Iterable, Mapping
-from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,7 +20,7 @@ from gatelab.settings import difference
 from gatelab.study.study import Arm, Study
 from gatelab.train.settings import RunSettings
 from gatelab.train.source import open_source
-from gatelab.train.start import require_start, weights_checksum
+from gatelab.train.start import weights_checksum
 
 SAMPLED_STEPS = 32
 DECIDES_WEIGHTS = ("model.init_std", "train.start_from")
@@ -60,18 +59,15 @@ class Conditions(NamedTuple):
 
 
 def check_conditions(study: Study, cache: Path) -> list[Conditions]:
-    """The conditions of every arm, in their order; prepares the data, after a look at what runs start from.
+    """The conditions of every arm, in their order; prepares the data.
 
-    Raises ``ValueError`` for a start that a run can't take, for data that can't be read, and when an arm differs from
-    the baseline in settings that no word of it declares, in initial weights although neither scale nor start is
-    declared, or in batches although neither data nor batch is.
+    Raises ``ValueError`` for data that can't be read, and when an arm differs from the baseline in settings that no
+    word of it declares, in initial weights although neither scale nor start is declared, or in batches although neither
+    data nor batch is.
     """
     baseline = study.arm(study.baseline)
     differences = {arm.name: _declared_differences(study, arm, baseline) for arm in study.arms}
     runs = {arm.name: {seed: study.settings_of(arm, seed) for seed in study.seeds} for arm in study.arms}
-    for settings in chain.from_iterable(of_arm.values() for of_arm in runs.values()):
-        if settings.train.start_from is not None:
-            require_start(Path(settings.train.start_from), settings.model)
     reader = _Reader(cache)
     read = {name: {seed: reader.read(one) for seed, one in of_arm.items()} for name, of_arm in runs.items()}
     num_common, weights = common_weights(study)

@@ -15,6 +15,7 @@ from gatelab.files import kept_if_used, remove_leftovers, require_folder, write_
 from gatelab.settings import difference
 from gatelab.study.conditions import Conditions, check_conditions
 from gatelab.study.executors import Executor, Serial, Task
+from gatelab.study.inputs import require_inputs
 from gatelab.study.jobs import (
     Job,
     JobResult,
@@ -79,17 +80,19 @@ def conduct(
     Killed at any moment and called again, it goes on where it was: no job is lost and none is done twice. Writes
     ``study.yaml``, ``conditions.json``, a run folder for each job, and with a grid ``learning_rates.json``.
 
-    Raises ``ValueError`` when the folder holds another study, a run, or runs of other settings or data; when the
-    conditions are unequal (:func:`check_conditions`) or a probe that is the metric is impossible
-    (:func:`require_probeable`); when no rate can be chosen (:func:`choose_learning_rates`); and
-    as :func:`gatelab.train.loop.train` does. Only the grid may be extended, as long as no rate is chosen: seeds that
-    are added after a look at the results would make false positives likelier than stated.
+    Raises ``ValueError`` when the folder holds another study, a run, or runs of other settings or data; when a file
+    that an unfinished run needs is missing (:func:`require_inputs`); when the conditions are unequal
+    (:func:`check_conditions`) or a probe that is the metric is impossible (:func:`require_probeable`); when no rate
+    can be chosen (:func:`choose_learning_rates`); and as :func:`gatelab.train.loop.train` does. Only the grid may be
+    extended, as long as no rate is chosen: seeds that are added after a look at the results would make false positives
+    likelier than stated.
     """
     executor, observer = executor or Serial(), observer or Unobserved()
     if study.metric == STEP_SECONDS:
         raise ValueError(f"study {study.name} times its arms in turns, not in runs: use measure_overhead")
     require_folder(cache)
     _require_same_study(study, folder)
+    require_inputs(job.settings for job in known_jobs(study, folder) if not is_finished(folder / job.folder))
     if study.metric in PROBES:
         require_probeable(study, cache)
     begun = (folder / STUDY_FILE, folder / CONDITIONS, folder / LOCK)

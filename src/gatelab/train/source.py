@@ -18,7 +18,7 @@ from gatelab.data.images import BACKGROUND, ImageLoader, heldout_image_batches, 
 from gatelab.data.loader import Batch, MixedLoader, TrainLoader, heldout_batches
 from gatelab.data.masking import MaskedLoader, Vocabulary, masked_heldout_batches
 from gatelab.data.prepare import PreparedData, prepare
-from gatelab.data.settings import ImageSettings
+from gatelab.data.settings import DataSettings, ImageSettings
 from gatelab.data.shards import TokenShards
 from gatelab.data.synthetic import BigramBackcopy
 from gatelab.data.tokenizer import Tokenizer
@@ -96,7 +96,7 @@ def open_source(settings: RunSettings, cache: Path, on_progress: Callable[[str, 
     if data.images is not None:
         return _image_source(settings, data.images)
     if data.tokenizer.path is not None:
-        _require_fitting_tokenizer(settings, Path(data.tokenizer.path))
+        require_fitting_tokenizer(Path(data.tokenizer.path), data, settings.model.vocab_size)
     if data.chats is not None:
         return _chat_source(settings, data.chats.label)
     prepared = prepare(data, cache, on_progress)
@@ -105,9 +105,10 @@ def open_source(settings: RunSettings, cache: Path, on_progress: Callable[[str, 
     return _text_source(settings, prepared)
 
 
-def _require_fitting_tokenizer(settings: RunSettings, path: Path) -> None:
-    tokenizer, vocab_size = Tokenizer.load(path, settings.data.tokenizer.bos_token), settings.model.vocab_size
-    if settings.data.masking is not None:
+def require_fitting_tokenizer(path: Path, data: DataSettings, vocab_size: int) -> None:
+    """Raise ``ValueError`` for a tokenizer that can't be read, or that a model's vocabulary doesn't hold."""
+    tokenizer = Tokenizer.load(path, data.tokenizer.bos_token)
+    if data.masking is not None:
         Vocabulary.of(tokenizer, vocab_size)
     elif tokenizer.vocab_size > vocab_size:
         raise ValueError(

@@ -2,6 +2,16 @@
 
 from gatelab.study.presets.demo import DEMO
 from gatelab.study.presets.paper_numbers import PAPER_NUMBERS, PaperRow, paper_difference
-from gatelab.study.presets.table import LEFT_OUT, PRESETS, find_preset, plan
+from gatelab.study.presets.table import LEFT_OUT, PRESETS, command_that_leaves, find_preset, plan
 
-__all__ = ["DEMO", "LEFT_OUT", "PAPER_NUMBERS", "PRESETS", "PaperRow", "find_preset", "paper_difference", "plan"]
+__all__ = [
+    "DEMO",
+    "LEFT_OUT",
+    "PAPER_NUMBERS",
+    "PRESETS",
+    "PaperRow",
+    "command_that_leaves",
+    "find_preset",
+    "paper_difference",
+    "plan",
+]

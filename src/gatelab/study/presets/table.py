@@ -22,7 +22,7 @@ from gatelab.study.presets.post_training import sft
 from gatelab.study.presets.quantisation import quantisation
 from gatelab.study.presets.sinks import mechanism, rivals, sinks
 from gatelab.study.presets.why import why
-from gatelab.study.scales import Scale, find_scale
+from gatelab.study.scales import SCALES, Scale, find_scale
 from gatelab.study.study import Study
 
 Preset = Callable[[Scale], Study]
@@ -84,3 +84,12 @@ def plan(name: str, scale: str | None = None) -> Study:
         return Study.from_yaml(Path(name).read_text(encoding="utf-8"))
     default = "mechanism" if name == "mechanism" else "micro"
     return find_preset(name)(find_scale(scale or default))
+
+
+def command_that_leaves(path: Path) -> str | None:
+    """The command that makes a path inside ``runs/study/NAME-SCALE``, a preset's own folder; ``None`` elsewhere."""
+    if path.parts[:2] != ("runs", "study") or len(path.parts) < 3:
+        return None
+    name, _, scale = path.parts[2].rpartition("-")
+    preset = next((preset for preset in PRESETS if preset.rpartition("/")[2] == name), None)
+    return f"gatelab study {preset} --scale {scale}" if preset is not None and scale in SCALES else None
