@@ -196,10 +196,12 @@ def test_surplus_arms_stand_beside_matched_ones() -> None:
 def test_confirmatory_studies_are_few_and_have_a_difference_that_matters(scale: str) -> None:
     studies = {name: one(find_scale(scale)) for name, one in PRESETS.items() if (name, scale) not in REFUSED}
     confirmatory = {name: study for name, study in studies.items() if study.confirmatory}
-    declared = {"paper/dense", "mechanism", "open/quantisation", "open/encoder_text", "open/encoder_vision"}
+    of_open_questions = {f"open/{name}" for name in ("quantisation", "encoder_text", "encoder_vision", "sft")}
+    declared = {"paper/dense", "mechanism"} | of_open_questions
     assert set(confirmatory) == declared & set(studies)
     assert all(len(study.seeds) == 5 for study in confirmatory.values())
-    assert {confirmatory[name].smallest_difference for name in set(confirmatory) - {"mechanism"}} == {0.01}
+    of_sinks = {"mechanism", "open/sft"}
+    assert {confirmatory[name].smallest_difference for name in set(confirmatory) - of_sinks} == {0.01}
     assert confirmatory["paper/dense"].metric == "heldout_loss"
 
 
@@ -233,18 +235,22 @@ def test_the_large_batches_have_the_papers_proportions() -> None:
 
 
 def test_fine_tuning_starts_from_the_runs_that_pretraining_leaves() -> None:
-    """Folder, step and model of each arm's start, and the words that a reader may change."""
+    """Folder, step and model of each arm's and seed's start, and the words that a reader may change."""
     for scale in ("micro", "paper"):
-        study, pretraining = study_of("open/sft", scale), study_of("paper/granularity", scale)
+        study, pretraining = study_of("open/sft", scale), study_of("open/quantisation", scale)
         folder = Path("runs/study") / f"{pretraining.name}-{pretraining.scale}"
-        jobs = {(job.arm, job.seed): job for job in comparison_jobs(pretraining)}
-        for arm in study.arms:
-            run, before = study.settings_of(arm), jobs[arm.name, 0]
-            checkpoint = path_of_step(folder / before.folder / "checkpoints", before.settings.train.steps)
-            assert run.train.start_from == str(checkpoint)
-            assert run.model == before.settings.model
+        before = {(job.arm, job.seed): job for job in comparison_jobs(pretraining)}
+        after = {(job.arm, job.seed): job for job in comparison_jobs(study)}
+        assert before.keys() == after.keys()
+        for key, job in after.items():
+            run, start = job.settings, before[key]
+            assert run.train.start_from == str(
+                path_of_step(folder / start.folder / "checkpoints", start.settings.train.steps)
+            )
+            assert run.model == start.settings.model
             assert run.data.chats is not None and run.data.chats.path == "chats.jsonl"
             assert run.data.tokenizer.path == f"{folder}/ungated/seed_0/tokenizer.json"
+            assert run.train.evaluation.measured_windows == run.train.evaluation.final_measured_windows
     changed = study_of("open/sft", "micro").changed(["data.chats.path=mine.jsonl", "data.chats.too_long=cut"])
     chats = changed.settings_of(changed.arms[1]).data.chats
     assert chats is not None and (chats.path, chats.too_long) == ("mine.jsonl", "cut")

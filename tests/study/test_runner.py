@@ -142,7 +142,7 @@ def test_what_another_study_leaves_is_named_with_its_command(tmp_path: Path, mon
     draws_no_weights(monkeypatch)
     with pytest.raises(ValueError, match=r"ungated/seed_0/checkpoints/step_\d+ has no model\.safetensors") as error:
         conduct(plan("open/sft", "micro"), tmp_path / "study", tmp_path / "cache")
-    assert str(error.value).endswith("; it is made by: gatelab study paper/granularity --scale micro")
+    assert str(error.value).endswith("; it is made by: gatelab study open/quantisation --scale micro")
     study = synthetic_study("data.synthetic=null", "data.tokenizer.path=runs/study/dense-mini/gated/tokenizer.json")
     with pytest.raises(
         ValueError, match=r"^no tokenizer at .*; it is made by: gatelab study paper/dense --scale mini$"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,11 +16,12 @@ from gatelab.study import report_figures as figures
 from gatelab.study import report_run_tables as run_tables
 from gatelab.study import report_tables as tables
 from gatelab.study.conditions import conditions_table
-from gatelab.study.findings import LOSS, Comparison, Findings, compare, mean_over_seeds, read_findings
+from gatelab.study.findings import LOSS, Comparison, Findings, Quantity, compare, mean_over_seeds, read_findings
 from gatelab.study.jobs import JobResult
 from gatelab.study.report_inside import inside_sections
 from gatelab.study.report_interactions import interactions_section
-from gatelab.study.run_curves import read_curve
+from gatelab.study.report_start import Movement, movements, start_section
+from gatelab.study.run_curves import RunCurve, read_curve
 from gatelab.study.study import HELDOUT_ERROR
 from gatelab.train.run_folder import RunFolder
 
@@ -39,6 +40,7 @@ PROBED_TEXT = (
 )
 
 _PARTS = ("changed", "plain", "difference")
+_OF_MOVEMENT = ("before", "after", "movement", "beyond_baseline")
 
 
 def write_study_report(folder: Path, command: str | None = None) -> Path:
@@ -47,8 +49,9 @@ def write_study_report(folder: Path, command: str | None = None) -> Path:
     Returns the page's path. Raises ``ValueError`` as :func:`study_report` does.
     """
     findings = read_findings(folder)
-    page = _page(findings, command)
-    write_atomically(folder / tables.COMPARISONS, json.dumps(_comparisons(findings), indent=1, allow_nan=False) + "\n")
+    curves = _curves(findings)
+    page, values = _page(findings, curves, command), _comparisons(findings, movements(findings, curves))
+    write_atomically(folder / tables.COMPARISONS, json.dumps(values, indent=1, allow_nan=False) + "\n")
     write_atomically(folder / "report.md", page_as_markdown(page))
     write_page(page, folder / "report.html")
     return folder / "report.html"
@@ -60,7 +63,8 @@ def study_report(folder: Path, command: str | None = None) -> Page:
     ``command`` is the one that redoes it, that which runs ``study.yaml`` in a new folder when ``None``. Raises
     ``ValueError`` when the folder holds no study, or a file of it is damaged.
     """
-    return _page(read_findings(folder), command)
+    findings = read_findings(folder)
+    return _page(findings, _curves(findings), command)
 
 
 def page_as_markdown(page: Page) -> str:
@@ -80,15 +84,19 @@ def page_as_markdown(page: Page) -> str:
     return "\n\n".join(part.strip() for part in parts if part.strip()) + "\n"
 
 
-def _page(findings: Findings, command: str | None) -> Page:
-    study, folder = findings.study, findings.folder.resolve()
-    curves = [
+def _curves(findings: Findings) -> list[RunCurve]:
+    """The curves of the runs that were begun and are compared, each arm at its own rate."""
+    return [
         read_curve(one.job, findings.folder)
         for one in findings.status.jobs
         if one.job.purpose == "comparison"
         and one.step
         and one.job.learning_rate == (findings.rates or {}).get(one.job.arm)
     ]
+
+
+def _page(findings: Findings, curves: Sequence[RunCurve], command: str | None) -> Page:
+    study, folder = findings.study, findings.folder.resolve()
     others = [one for one in findings.quantities if one.key in (LOSS, HELDOUT_ERROR) and one.key != findings.metric.key]
     sections = [
         _section(
@@ -104,6 +112,7 @@ def _page(findings: Findings, command: str | None) -> Page:
         ),
         _section("What the seeds can tell", "", [tables.verdict_table(findings), tables.power_table(findings)]),
         interactions_section(findings),
+        start_section(movements(findings, curves), study.baseline),
         _section("Rounding and precision", PROBED_TEXT, tables.probed_tables(findings)),
         _section("The paper's numbers beside ours", PAPER_TEXT, tables.paper_tables(findings)),
         _section("Learning", "", figures.learning_figures(findings, curves)),
@@ -218,7 +227,7 @@ def _environment(findings: Findings) -> tuple[dict[str, Any], list[str]]:
     return shared, list(dict.fromkeys(notes))
 
 
-def _comparisons(findings: Findings) -> dict[str, Any]:
+def _comparisons(findings: Findings, moved: Mapping[Quantity, Sequence[Movement]]) -> dict[str, Any]:
     """Every mean over seeds and every difference of the report, as plain values."""
 
     def plain(estimate: Any) -> Any:
@@ -246,6 +255,10 @@ def _comparisons(findings: Findings) -> dict[str, Any]:
             arms[arm]["mean_at_equal_rate"] = figures_of(equal[arm])
         if arm in compared_equal:
             arms[arm]["difference_at_equal_rate"] = {findings.metric.key: plain(compared_equal[arm].difference)}
+    before_and_after = {
+        quantity.key: {one.arm: {part: plain(getattr(one, part)) for part in _OF_MOVEMENT} for one in of_arms}
+        for quantity, of_arms in moved.items()
+    }
     return {
         "study": findings.study.name,
         "metric": findings.metric.key,
@@ -256,4 +269,5 @@ def _comparisons(findings: Findings) -> dict[str, Any]:
             for one in findings.dependences(quantity)
             if one.difference is not None
         ],
+        **({"before_and_after": before_and_after} if moved else {}),
     }

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from gatelab.report.charts import Reference, dot_interval_chart
 from gatelab.report.page import Figure, Section
 from gatelab.report.tables import Column, Linked, Table
 from gatelab.study.findings import LOSS, OVER_FLOOR, Dependence, Findings
-from gatelab.study.report_tables import COMPARISONS
+from gatelab.study.report_tables import COMPARISONS, estimate_cells
 from gatelab.study.statistics import Estimate
 
 TITLE = "Does it depend on something else?"
@@ -19,7 +18,6 @@ _TEXT = (
     "interval misses the true value in 1 of 20 studies."
 )
 _CHANGE = Column("change", "change")
-Cells = dict[str, Any]
 
 
 def interactions_section(findings: Findings) -> Section:
@@ -36,9 +34,9 @@ def interaction_table(findings: Findings) -> Table | None:
         {
             "change": one.name,
             "seeds": f"{one.num_pairs} of {num_seeds}",
-            **_cells("difference", one.difference),
-            **_cells("changed", one.changed),
-            **_cells("plain", one.plain),
+            **estimate_cells("difference", one.difference),
+            **estimate_cells("changed", one.changed),
+            **estimate_cells("plain", one.plain),
         }
         for one in known
     ]
@@ -90,13 +88,6 @@ def _figure(findings: Findings) -> list[Figure]:
 
 def _has_interval(one: Dependence) -> bool:
     return one.difference is not None and not math.isnan(one.difference.low)
-
-
-def _cells(key: str, estimate: Estimate | None) -> Cells:
-    if estimate is None:
-        return {}
-    interval = None if math.isnan(estimate.low) else (estimate.low, estimate.high)
-    return {key: Linked(estimate.value, COMPARISONS), f"{key}_interval": interval}
 
 
 def _text(estimate: Estimate, format: str) -> str:

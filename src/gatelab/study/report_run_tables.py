@@ -13,10 +13,10 @@ from gatelab.report.progress import duration
 from gatelab.report.tables import Column, Linked, Table
 from gatelab.study.findings import LOSS, Findings, Quantity, mean_over_seeds
 from gatelab.study.jobs import DIVERGED, JobResult
-from gatelab.study.report_tables import COMPARISONS
+from gatelab.study.report_tables import mean_cell, plus_minus
 from gatelab.study.run_curves import RunCurve
 from gatelab.study.runner import CONDITIONS
-from gatelab.study.statistics import Estimate, learning_rate_sensitivity
+from gatelab.study.statistics import learning_rate_sensitivity
 
 _ARM = Column("arm", "arm")
 Cells = dict[str, Any]
@@ -84,7 +84,7 @@ def _sensitivity(findings: Findings, results: Sequence[JobResult]) -> str:
     untrained = math.log(study.settings_of(study.arm(results[0].arm)).model.vocab_size)
     found = mean_over_seeds(learning_rate_sensitivity(losses, untrained).tolist())
     assert found is not None
-    return _plus_minus(found, ".4f")
+    return plus_minus(found, ".4f")
 
 
 def stability_table(findings: Findings, curves: Sequence[RunCurve]) -> Table | None:
@@ -232,13 +232,7 @@ def _changes(differences: Mapping[str, Sequence[Any]]) -> str:
 
 
 def _mean_cell(quantity: Quantity, runs: Sequence[JobResult]) -> Linked | None:
-    found = mean_over_seeds([quantity.of(one) for one in runs])
-    return None if found is None else Linked(_plus_minus(found, quantity.format), COMPARISONS)
-
-
-def _plus_minus(found: Estimate, format: str) -> str:
-    value = f"{found.value:{format}}"
-    return value if math.isnan(found.high) else f"{value} ± {found.high - found.value:{format}}"
+    return mean_cell(mean_over_seeds([quantity.of(one) for one in runs]), quantity.format)
 
 
 def _range_text(floors: Sequence[float], format: str) -> str | None:

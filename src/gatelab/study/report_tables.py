@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from statistics import mean
 from typing import Any
@@ -279,6 +280,25 @@ def _mean_cell(quantity: Quantity, runs: Sequence[JobResult]) -> Linked | None:
 
 def _interval(estimate: Estimate) -> tuple[float, float]:
     return estimate.low, estimate.high
+
+
+def estimate_cells(key: str, estimate: Estimate | None) -> Cells:
+    """The cells of an estimate, its value and its interval; none without one."""
+    if estimate is None:
+        return {}
+    interval = None if math.isnan(estimate.low) else _interval(estimate)
+    return {key: Linked(estimate.value, COMPARISONS), f"{key}_interval": interval}
+
+
+def mean_cell(estimate: Estimate | None, format: str) -> Linked | None:
+    """A mean with the half-width of its interval."""
+    return None if estimate is None else Linked(plus_minus(estimate, format), COMPARISONS)
+
+
+def plus_minus(found: Estimate, format: str) -> str:
+    """A value and the half-width of its interval, where it has one."""
+    value = f"{found.value:{format}}"
+    return value if math.isnan(found.high) else f"{value} ± {found.high - found.value:{format}}"
 
 
 def _difference(comparison: Comparison | None) -> Cells:

@@ -38,6 +38,8 @@ METRIC = re.compile(
 )
 SMALLEST_GRID = 3
 RATE, SEED = "train.optimizer.learning_rate", "train.seed"
+SEED_MARK = "{seed}"
+"""In a word of a study or an arm it stands for the run's seed, as in a start that each seed has of its own."""
 Seed = Annotated[int, Field(ge=0)]
 Rate = Annotated[float, Field(gt=0)]
 
@@ -72,7 +74,9 @@ class Study(Settings):
     name: str = Field(pattern=NAME)
     question: str
     recipe: str
-    assignments: tuple[str, ...] = Field(default=(), description="words on top of the recipe, for every arm")
+    assignments: tuple[str, ...] = Field(
+        default=(), description="words on top of the recipe, for every arm; {seed} is the run's"
+    )
     arms: tuple[Arm, ...] = Field(min_length=2)
     baseline: str = Field(description="the arm that the others are compared with")
     seeds: tuple[Seed, ...] = Field(default=(0,), min_length=1, description="of the runs that are compared")
@@ -210,10 +214,13 @@ class Study(Settings):
 
     def settings_of(self, arm: Arm, seed: int | None = None, learning_rate: float | None = None) -> RunSettings:
         """The resolved settings of one arm, with the recipe's own seed and rate where none is given."""
-        settings = resolve(self.recipe, (*self.assignments, *arm.assignments))
-        words = [f"{SEED}={seed}"] if seed is not None else []
-        words += [f"{RATE}={learning_rate!r}"] if learning_rate is not None else []
-        return settings.with_overrides(words)
+        words, own = [*self.assignments, *arm.assignments], []
+        if seed is not None:
+            words = [word.replace(SEED_MARK, str(seed)) for word in words]
+            own.append(f"{SEED}={seed}")
+        if learning_rate is not None:
+            own.append(f"{RATE}={learning_rate!r}")
+        return resolve(self.recipe, words).with_overrides(own)
 
 
 def _require_distinct(field: str, values: Sequence[object]) -> None:
