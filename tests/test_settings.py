@@ -3,7 +3,7 @@
 from typing import Literal
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gatelab.settings import Settings, difference, nearest
@@ -92,6 +92,7 @@ def test_a_file_that_is_no_mapping_is_refused():
         Car.from_yaml("- 1\n")
 
 
+@settings(deadline=None)
 @given(st.floats(allow_nan=False, allow_infinity=False), st.text())
 def test_yaml_round_trip(power, name):
     car = Car(engine=Engine(power=power), name=name)
