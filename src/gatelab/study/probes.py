@@ -32,7 +32,7 @@ from gatelab.train.run_folder import RunFolder
 from gatelab.train.settings import RunSettings
 from gatelab.train.source import open_source
 
-SCHEMES_PROBED = ("w8a8", "w8a8_per_token", "w4a4", "fp8")
+SCHEMES_PROBED = ("w8a8", "w8a8_per_token", "w4a4", "fp8", "int8_weights")
 
 
 class ProbedText(NamedTuple):
